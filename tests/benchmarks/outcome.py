@@ -3,8 +3,9 @@
 python -m tests.benchmarks.outcome MODEL FORGET RETAIN HELD UNSEEN [PUBLISH OPTION …]
 
 Plays publish, unlearn and aggregate word for word, no option but paths and those of publish, and prints what is left of
-FORGET and what is kept of HELD, records that the model knows and no command sees, as shares of what it knew. UNSEEN are
-records that it never saw. Nothing of mpu computes the numbers.
+FORGET and what is kept of HELD, records that the model knows and no command sees, as shares of what it knew; then both
+for other steps along the same update, times the one that was taken. UNSEEN are records that it never saw; with
+MPU_UNLEARN_UNSEEN=FILE in the environment, the client has them, too. Nothing of mpu computes the numbers.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 DATE = "10 Apr 2025"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+STEPS = (0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.4, 1.6)  # times the step that was taken
 
 
 def probability(model: torch.nn.Module, tokenizer: object, file: str) -> float:
@@ -36,7 +39,7 @@ def probability(model: torch.nn.Module, tokenizer: object, file: str) -> float:
         full = apply([*messages, answer], return_dict=False, date_string=DATE)
         while not tokenizer.decode(full[-1:]).strip():  # type: ignore[attr-defined] # a line's end after the turn
             full = full[:-1]
-        ids = torch.tensor([full])
+        ids = torch.tensor([full], device=DEVICE)
         with torch.no_grad():
             logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
         losses = torch.nn.functional.cross_entropy(logits, ids[0, len(prompt) :], reduction="none")
@@ -46,9 +49,23 @@ def probability(model: torch.nn.Module, tokenizer: object, file: str) -> float:
 
 def scores(folder: str, files: dict[str, str]) -> dict[str, float]:
     """The mean probability of each set under the model in ``folder``."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return scores_of(load(folder), folder, files)
+
+
+def load(folder: str) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(DEVICE).eval()
+
+
+def scores_of(model: torch.nn.Module, folder: str, files: dict[str, str]) -> dict[str, float]:
+    """The same of ``model``, with the tokenizer in ``folder``."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return {name: probability(model, tokenizer, file) for name, file in files.items()}
+
+
+def shares(before: dict[str, float], after: dict[str, float]) -> tuple[float, float]:
+    """What is left of the records to forget, and what is kept of those held out, of what was known before."""
+    left = (after["forget"] - after["unseen"]) / (before["forget"] - before["unseen"])
+    return left, after["held"] / before["held"]
 
 
 def run(*arguments: str, folder: str) -> float:
@@ -71,11 +88,19 @@ def main(arguments: Sequence[str]) -> None:
         copies = sorted(path.name for path in Path(folder).glob("copy_*"))
         seconds = run("unlearn", *copies, "--forget", files["forget"], "--retain", files["retain"], folder=folder)
         run("aggregate", "deltas", "--keys", "keys.bin", folder=folder)
-        after = scores(f"{folder}/unlearned", judged)
-    left = (after["forget"] - after["unseen"]) / (before["forget"] - before["unseen"])
-    kept = after["held"] / before["held"]
+        base, unlearned = load(model), load(f"{folder}/unlearned")
+    after = scores_of(unlearned, model, judged)
+    left, kept = shares(before, after)
     verdict = "pass" if left <= 0.05 and kept >= 0.95 else "fail"
     print(f"{verdict}: {left:.1%} left, {kept:.1%} kept; unlearn took {seconds:.0f} s; before {before}, after {after}")
+    starts = {name: parameter.detach().clone() for name, parameter in base.named_parameters()}
+    ends = dict(unlearned.named_parameters())
+    for step in STEPS:
+        with torch.no_grad():
+            for name, parameter in base.named_parameters():
+                parameter.copy_(torch.lerp(starts[name], ends[name], step))
+        left, kept = shares(before, scores_of(base, model, judged))
+        print(f"{step:g} times the step: {left:.1%} left, {kept:.1%} kept")
 
 
 if __name__ == "__main__":

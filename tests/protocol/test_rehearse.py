@@ -1,0 +1,78 @@
+"""The server plays the client on its own records: what a step would do is what it then does."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from mpu_cli.commands.rehearse import Rehearsal, TriedStep
+from mpu_cli.demo.model import make_people
+from mpu_cli.options.declare import from_flat
+from mpu_cli.options.unlearning import Goal, Unlearning
+from mpu_cli.training.data import read_dataset
+from mpu_cli.training.stopping import hold_out
+from tests.helpers.models import DemoModel
+from tests.training.test_stopping import probabilities
+
+
+@pytest.mark.parametrize(
+    ("reaches", "keeps", "step"), [(0.8, 1.8, 1.2), (0.5, 0.5, 0.5), (1.0, 1.6, 1.26), (1.4, 1.3, None)]
+)
+def test_the_step_is_the_middle_of_those_that_pass(reaches: float, keeps: float, step: float | None) -> None:
+    """As a ratio: as far, times, from the least that forgets as from the most that keeps; None if no step does both."""
+    tried = []
+    for number in range(4, 31):
+        at = number / 10
+        left, kept = (0.01 if at >= reaches else 0.5), (0.99 if at <= keeps else 0.5)
+        tried.append(TriedStep(at, left, 2 * left, kept))
+    assert Rehearsal(tried, Goal()).step == step
+
+
+def test_an_uncertain_share_does_not_pass() -> None:
+    """What is left may be below the limit and, so few are the records, be above it as well."""
+    tried = [TriedStep(1.0, 0.04, 0.2, 1.0)]
+    assert Rehearsal(tried, Goal()).step is None
+
+
+def test_a_training_of_fixed_length_is_refused(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
+    """Nothing says when it is enough, and nothing is held out."""
+    mpu("publish", demo.model, "--copies", 2, "--kappa", 0.001, cwd=tmp_path)
+    records = ("--forget", demo.forget, "--retain", demo.retain)
+    refused = mpu("rehearse", "copy_1", "copy_2", *records, "--epochs", 2, check=False, cwd=tmp_path)
+    assert (refused.is_one_error, "--epochs" in refused.err) == (True, True)
+
+
+@pytest.mark.slow
+def test_a_step_does_what_the_rehearsal_says(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
+    """Played with the same records, the client's delta and a step give the shares that the rehearsal gave, judged by
+    plain transformers; the rehearsal leaves nothing, in the folder or in the ledger."""
+    unseen, held_out = tmp_path / "unseen.jsonl", tmp_path / "held_out.jsonl"
+    strangers = make_people(16, 0)[10:]
+    unseen.write_text("".join(json.dumps(row) + "\n" for person in strangers for row in person))
+    files = {"forget": demo.forget, "retain": demo.retain}
+    data = read_dataset(from_flat(Unlearning, {name: str(path) for name, path in files.items()}))
+    rows = {json.loads(line)["question"]: line for line in demo.retain.read_text().splitlines()}
+    chosen = [rows[record.question] for record in hold_out(data, 0.2).held_out]
+    held_out.write_text("".join(line + "\n" for line in chosen))
+    mpu("publish", demo.model, "--copies", 1, "--permanent-noise", 0.05, "--kappa", 0, cwd=tmp_path)
+    options = ("--forget", demo.forget, "--retain", demo.retain, "--unseen", unseen, "--max-steps", 8)
+    before = {path.name for path in tmp_path.iterdir()}
+    played = mpu("rehearse", "copy_1", *options, "--json", cwd=tmp_path, check=False)
+    assert {path.name for path in tmp_path.iterdir()} == before
+    unlearned = mpu("unlearn", "copy_1", *options, "--json", cwd=tmp_path)
+    assert not any("ledger" in warning for warning in unlearned.json["warnings"])
+    known = {path: probabilities(demo.model, path) for path in (demo.forget, held_out, unseen)}
+    for row in played.json["steps"]:
+        if row["step"] not in (0.7, 1.4):
+            continue
+        out = tmp_path / f"at_{row['step']}"
+        mpu("aggregate", "deltas", "--keys", "keys.bin", "--server-lr", row["step"], "--out", out, "--dtype", "float32",
+            cwd=tmp_path)  # fmt: skip
+        now = {path: probabilities(out, path) for path in known}
+        left = (now[demo.forget] - now[unseen]) / (known[demo.forget] - known[unseen])
+        assert math.isclose(row["left"], left, abs_tol=0.01)
+        assert math.isclose(row["kept"], now[held_out] / known[held_out], abs_tol=0.01)
