@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from mpu_cli.observer import Observer
-from mpu_cli.wording import printable
+from mpu_cli.wording import in_time, printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
@@ -180,7 +180,12 @@ class Terminal(Observer):
             self._bar.update(self._bar.task_ids[0], advance=amount, text=detail)
         elif time.monotonic() - self._last > LINE_EVERY and self._total:
             self._last = time.monotonic()
-            note(f"{self._label}: {self._done / self._total:.0%}{f', {detail}' if detail else ''}")
+            share = self._done / self._total
+            parts = [f"{self._label}: {share:.0%}", *([detail] if detail else [])]
+            if 0 < share < 1:  # a training that stops when it is done may be done earlier
+                seconds = (self._last - self._began[-1][1]) * (1 / share - 1)
+                parts.append(f"up to {in_time(seconds)} left")
+            note(", ".join(parts))
 
     def note(self, text: str) -> None:
         note(text)

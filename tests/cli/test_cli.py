@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from mpu_cli.cli import output
 from mpu_cli.demo.model import make_people
 from mpu_cli.measuring.encoding import TrainedEncoder
 from mpu_cli.measuring.scoring import Scorer
@@ -505,3 +506,20 @@ def test_a_table_with_other_columns(mpu, tmp_path, header, hint):
     assert len(record.turns) == 1
     nearly = mpu("unlearn", "base", "--forget", "t.csv", "--columns", columns[:-1], check=False, cwd=tmp_path)
     assert f"did you mean {header.split(',')[-1]!r}?" in nearly.err
+
+
+def test_lines_of_progress_say_how_long_it_will_take(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Of steps that take a second each: as many seconds as there are steps left, a line in ten seconds."""
+    monkeypatch.setattr(output.time, "monotonic", lambda: 0.0)
+    terminal = output.Terminal()
+    terminal.stage("train", 60, "steps")
+    now = 0.0
+    monkeypatch.setattr(output.time, "monotonic", lambda: now)
+    for _ in range(60):
+        now += 1.0
+        terminal.advance(1)
+    lines = capsys.readouterr().err.splitlines()
+    done_and_left = [re.fullmatch(r"train: (\d+)%, up to (\d+) s left", line).groups() for line in lines]
+    assert [int(left) for _, left in done_and_left] == [49, 38, 27, 16, 5]
+    for done, left in done_and_left:
+        assert abs(60 * (1 - int(done) / 100) - int(left)) < 1
