@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.commands.secrets import opened_keys
-from mpu_cli.errors import UsageError
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.manifest import read_copy_manifest
 from mpu_cli.observer import SILENT, Observer, Within
 from mpu_cli.options.command import BASE_AGAIN, KEYS, MODEL_CONFIG, Command, Opening, Report, Table
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.publishing import Aggregating
 from mpu_cli.options.unlearning import Goal, Stopping, Unlearning
+from mpu_cli.wording import counted
 
 if TYPE_CHECKING:
     from mpu_cli.commands.unlearn import UnlearnPlan
@@ -98,9 +100,20 @@ class Rehearse(Command):
                     "rehearse: needs a training until it is done, and records to hold out of it",
                     "leave out --epochs and --dp-epsilon, and give --retain",
                 )
+            self._check_copies(keys, [Path(task.copy) for task in plan.tasks])
             deltas = self._deltas(plan, observer)
             updated = self._updated(base, keys, deltas, Path(scratch) / "model", observer)
             return Rehearsal(_try_steps(base, updated, keys, plan, observer), self.goal)
+
+    def _check_copies(self, keys: Keys, copies: Sequence[Path]) -> None:
+        """Raise MpuError, before the work, unless they are all copies of the publication, opened."""
+        manifests = [read_copy_manifest(copy) for copy in copies if copy.is_dir()]
+        named = sorted(manifest.copy_id for manifest in manifests if manifest)
+        if named != sorted(keys.copy_ids):
+            raise MpuError(
+                f"{self.keys}: is of {counted(keys.copies, 'copy', 'copies')}, and not these",
+                "name all copies of its publication, as folders that are not sealed",
+            )
 
     def _deltas(self, plan: UnlearnPlan, observer: Observer) -> list[Path]:
         """Each copy's delta, in no ledger and without a tag."""
@@ -149,19 +162,19 @@ class Rehearse(Command):
 def _try_steps(base: Model, updated: Model, keys: Keys, plan: UnlearnPlan, observer: Observer) -> list[TriedStep]:
     """What each of STEPS from ``base`` towards ``updated`` leaves and keeps.
 
-    Where the public model is known from the keys, it says what a model that never saw the records gives them. Holds one
-    model in float32.
+    Where the public model is known from the keys, it says what a model that never saw the records gives them, unless
+    there are unseen records. Holds one model in float32; two, while the public one is scored.
     """
     import torch
 
     from mpu_cli.model.load import load
     from mpu_cli.model.network import Answers
-    from mpu_cli.model.source import open_model
     from mpu_cli.protocol.round import steps_between
     from mpu_cli.records.knowledge import error_of_share_left, share_kept, share_left
     from mpu_cli.training.data import encoded_sets
     from mpu_cli.training.losses import objective_of
     from mpu_cli.training.rates import scored_at_once
+    from mpu_cli.training.unlearn import probabilities_under
 
     options, device = plan.options, plan.options.training.device
     model, tokenizer = load(base, torch.float32, device)
@@ -175,8 +188,7 @@ def _try_steps(base: Model, updated: Model, keys: Keys, plan: UnlearnPlan, obser
 
     public = None
     if keys.reference is not None and "unseen" not in answers:
-        stranger, _ = load(open_model(keys.reference), torch.float32, device)
-        public = [math.exp(-loss) for loss in answers["forget"].losses(stranger)]
+        public = probabilities_under(keys.reference, encoded["forget"][0], at_once, device)
     before = probabilities()
     go_to = steps_between(base, updated, model)
     observer.stage("try steps", len(STEPS), "tried")

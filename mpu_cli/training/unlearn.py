@@ -344,10 +344,14 @@ def _under_public_model(job: TrainingJob, records: PreparedRecords, at_once: int
     if job.public is None:
         return None
     job.observer.stage("score the public model", 1, "done")
-    examples = records.sets["forget"].examples
-    model, _ = load(open_model(job.public), torch.float32, job.options.training.device)
+    return probabilities_under(job.public, records.sets["forget"].examples, at_once, job.options.training.device)
+
+
+def probabilities_under(public: str, examples: Sequence[Example], at_once: int, device: str) -> list[float]:
+    """How probable the model at ``public`` makes the answers, record by record. Raises MpuError if it lacks tokens."""
+    model, _ = load(open_model(public), torch.float32, device)
     if max(max(example.ids) for example in examples) >= vocabulary_size(model):
-        raise MpuError(f"{job.public}: has fewer tokens than the copy", "name the model that the server's came from")
+        raise MpuError(f"{public}: has fewer tokens than the model", "name the model that the server's came from")
     return [math.exp(-loss) for loss in Answers(examples, at_once).losses(model)]
 
 

@@ -46,6 +46,19 @@ def test_a_training_of_fixed_length_is_refused(mpu: Callable, tmp_path: Path, de
     assert (refused.is_one_error, "--epochs" in refused.err) == (True, True)
 
 
+def test_other_copies_are_refused_before_the_work(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
+    """One of two, or one of another publication."""
+    for name in ("a", "b"):
+        mpu(
+            "publish", demo.model, "--copies", 2, "--kappa", 0.001, "--out", name, "--keys", f"{name}.bin", cwd=tmp_path
+        )
+    records = ("--forget", demo.forget, "--retain", demo.retain, "--keys", "a.bin")
+    for copies in (["a/copy_1"], ["a/copy_1", "b/copy_2"]):
+        refused = mpu("rehearse", *copies, *records, check=False, cwd=tmp_path)
+        assert refused.is_one_error
+        assert "name all copies" in refused.err
+
+
 @pytest.mark.slow
 def test_a_step_does_what_the_rehearsal_says(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
     """Played with the same records, the client's delta and a step give the shares that the rehearsal gave, judged by
