@@ -63,6 +63,16 @@ SCORED = 128  # records of a set at most: the standard error of a mean probabili
 FAITHFUL = 0.01  # permanent noise, as a share of the weights, up to which a copy's scores are the model's
 HALVINGS = 3  # of the upper half of the change, in which the share that suffices is sought
 LARGEST_SCALE = 1.5  # of a change that was found with noise, which forgets less without it
+
+# What permanent noise costs a copy shows what becomes of a change without it. The client cannot take the noise off, but
+# it can put as much on again and see by how many nats, on average, that makes the answers to forget less probable.
+# Where that is next to nothing (0.003 on a model of 5 M), 0.85 of the fall of their log-probability came over to the
+# server's model, and the change is returned in part; where it is much (SmolLM2 with noise of 8 %), 0.2 to 0.4 of it
+# did, and what passed was 1 to 1.25 times the change or more in four runs, 1.1 to 1.25 or more in one, 1.4 to 1.6 in
+# the sixth (docs/algorithms.md).
+QUIET, LOUD = 0.005, 0.05  # nats
+LOUD_SCALE = 1.4
+QUIET_SHARE = 0.2  # of what may be left, as much as a quiet copy may have: the server's model has about twice that
 EVERY = 10  # steps between looks, each of which takes as long as one to three steps
 RISE = 0.01  # of what is kept, in PLATEAU looks, below which it is said not to rise any more
 PLATEAU = {True: 5, False: 2}  # by whether the scores are the server's model's, which may still reach the goal
@@ -179,6 +189,17 @@ class Scorer:
         known = fmean(math.log(max(p, 1e-30)) for p in self.before["forget"])
         return pulling_level(level_for(self.reference, noise), -known)
 
+    def cost_of_noise(self, model: PreTrainedModel, share: float, seed: int) -> float:
+        """By how many nats a token noise of ``share``, as a copy has, makes the answers to forget less probable; QUIET
+        where the copy's own weights are not trained."""
+        before = _trained(model, torch.device("cpu"))
+        if any("lora_" in name for name in before):  # which are no weights of the copy
+            return QUIET
+        _set_weights(model, before, TrainingNoise(before, seed, share).start)
+        noisy = self._probabilities(model)["forget"]
+        _set_weights(model, before, before.__getitem__)
+        return fmean(math.log(max(p, 1e-30) / max(q, 1e-30)) for p, q in zip(self.before["forget"], noisy, strict=True))
+
     def look(self, model: PreTrainedModel, step: int) -> Look:
         now = self._probabilities(model)
         kept = share_kept(now["held_out"], self.before["held_out"]) if "held_out" in now else None
@@ -223,10 +244,12 @@ class Watching(TrainerCallback):
     ):
         self._scorer, self._goal, self._course, self._observer = scorer, until.goal, until.course, observer
         self.is_faithful = noise <= FAITHFUL
+        self._cost = 0.0 if self.is_faithful else scorer.cost_of_noise(model, noise, seed)
         self.looks: list[Look] = []
         self._place = _place_for_copies(model)
         # Here, and not when the training begins: one that resumes begins with the weights of a checkpoint.
-        self._initial = _trained(model, self._place) if self.is_faithful else {}
+        is_scaled = self.is_faithful or not QUIET <= self._cost < LOUD or (until.course and until.course.scale != 1)
+        self._initial = _trained(model, self._place) if is_scaled else {}
         self._noise = TrainingNoise(self._initial, seed, training_noise if self.is_faithful else 0.0)
         self._best: tuple[Look, float, dict[str, torch.Tensor]] | None = None  # with the share of the change
         if training_noise and not self.is_faithful:
@@ -244,7 +267,9 @@ class Watching(TrainerCallback):
         noisy = _trained(model, self._place) if self._noise.share else {}  # a copy of the model, only if it is needed
         self._take_noise_off(model, noisy)
         weights = _trained(model, self._place)
-        look, scale = self._scaled_back(model, weights, self._scorer.look(model, state.global_step))
+        look, scale = self._scorer.look(model, state.global_step), 1.0
+        if self.is_faithful:
+            look, scale = self._scaled_back(model, weights, look)
         self.looks.append(look)
         self._observer.advance(0, str(look))
         if self._best is None or self._rank(look) >= self._rank(self._best[0]):
@@ -261,7 +286,8 @@ class Watching(TrainerCallback):
         """Put the weights of the best look back into ``model``, or as much of the change as the round's first copy
         returned; the scores then, and the course of the training.
 
-        More than the change is returned if it was found with noise and does not forget enough without it.
+        More than the change is returned if it was found with noise that costs much, or with the training's own and does
+        not forget enough without it.
         """
         if self._course or self._best is None:
             if self._noise.share:
@@ -271,6 +297,12 @@ class Watching(TrainerCallback):
             look = self._scorer.look(model, steps)
             return look, Course(look.step, self.level, scale)
         look, scale, weights = self._best
+        if not self.is_faithful and self._cost < QUIET:
+            look, scale = self._scaled_back(model, weights, look)
+        elif not self.is_faithful and self._cost >= LOUD:
+            scale = LOUD_SCALE
+            self._put(model, weights, scale)
+            look = self._scorer.look(model, look.step)
         if self._noise.share and not self._is_enough(look):
             self._put(model, weights, LARGEST_SCALE)
             more = self._scorer.look(model, look.step)
@@ -290,17 +322,17 @@ class Watching(TrainerCallback):
         """The smallest share between ``low`` and ``high`` of the change to ``weights`` that is enough, and the look at
         it; ``look`` is the one at ``high``, which stays where nothing is forgotten there.
 
-        Where the copy's scores are those of the server's model, no more is returned than it takes (``_is_enough``). A
-        share of a change that went further keeps more than a change that stopped there, and records that are less known
-        than a stranger's show what was forgotten.
+        Where the copy's scores are those of the server's model, no more is returned than it takes (``_is_enough``), and
+        hardly more where noise costs little. A share of a change that went further keeps more than a change that
+        stopped there, and records that are less known than a stranger's show what was forgotten.
         """
-        if not (self._initial and self._is_forgotten(look)):
+        if not self._is_forgotten(look):
             return look, high
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             self._put(model, weights, middle)
             tried = self._scorer.look(model, look.step)
-            if self._is_enough(tried):
+            if self._is_enough(tried) if self.is_faithful else self._is_well_forgotten(tried):
                 look, high = tried, middle
             else:
                 low = middle
@@ -311,7 +343,7 @@ class Watching(TrainerCallback):
         _set_weights(model, noisy, lambda name: self._initial[name] + (noisy[name] - self._noise.start(name)))
 
     def _put(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor], scale: float) -> None:
-        """``scale`` of the way from the weights before the training to ``weights``; on a noisy copy all of it."""
+        """``scale`` of the way from the weights before the training to ``weights``; all where none are kept."""
         before = self._initial or weights
         _set_weights(model, weights, lambda name: torch.lerp(before[name], weights[name], scale))
 
@@ -326,6 +358,11 @@ class Watching(TrainerCallback):
         copy, also whether the loss hardly pulls any more."""
         share = look.left <= self._goal.max_left / 2 and look.left_high <= self._goal.max_left
         return share and (self.is_faithful or look.above <= REACHED)
+
+    def _is_well_forgotten(self, look: Look) -> bool:
+        """Whether so little is left on a quiet copy that the server's model has forgotten, too."""
+        limit = QUIET_SHARE * self._goal.max_left
+        return look.left <= limit and look.left_high <= 2 * limit
 
     def _is_enough(self, look: Look) -> bool:
         """Whether no more of the change needs to be returned: it is forgotten, or what is left is further below its
