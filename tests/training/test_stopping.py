@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from mpu_cli.demo.model import make_people
 from mpu_cli.records.encode import pad
 from mpu_cli.records.forms import Record, question
 from mpu_cli.records.knowledge import share_left
+from mpu_cli.training import stopping
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.stopping import LEAST_HELD_OUT, TrainingNoise, hold_out
 from tests.helpers.models import DemoModel
@@ -214,3 +216,24 @@ def test_no_more_records_go_through_at_once_than_asked(
         *options, "--out", tmp_path / "d.safetensors")  # fmt: skip
     assert max(rows) == (size or 6)
     assert sum(rows) == 3 * sum(1 for _ in demo.forget.open())
+
+
+@pytest.mark.slow
+def test_where_noise_costs_much_more_than_the_change_is_returned(
+    mpu: Callable, tmp_path: Path, demo: DemoModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LOUD_SCALE times the change of the same training on a copy whose noise costs little."""
+    mpu("publish", demo.model, "--copies", 1, "--permanent-noise", 0.05, "--kappa", 0, cwd=tmp_path)
+    changes, scales = {}, {}
+    for name, limits in {"whole": (-math.inf, math.inf), "loud": (-math.inf, -math.inf)}.items():
+        monkeypatch.setattr(stopping, "QUIET", limits[0])
+        monkeypatch.setattr(stopping, "LOUD", limits[1])
+        out = tmp_path / f"{name}.safetensors"
+        options = ("--forget", demo.forget, "--retain", demo.retain, "--max-steps", 3, "--out", out, "--json")
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / name))  # or the second follows the first's course
+        scales[name] = mpu("unlearn", "copy_1", *options, cwd=tmp_path).json["course"]["scale"]
+        changes[name] = load_file(out)
+    assert scales == {"whole": 1.0, "loud": stopping.LOUD_SCALE}
+    for name, change in changes["whole"].items():
+        tolerance = 1e-6 + 1e-4 * float(change.abs().max())  # a change is a difference of weights in float32
+        torch.testing.assert_close(changes["loud"][name], stopping.LOUD_SCALE * change, rtol=1e-3, atol=tolerance)
