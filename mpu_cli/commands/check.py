@@ -160,11 +160,12 @@ class Check(Command):
             observer.note("the server countersigns it with `mpu receipt FILE --keys KEYS --copy COPY`")
         if not self.checking.goal.unseen and not self.checking.public:
             observer.note("without --unseen or --public, what a stranger would guess counts as left")
+        if verdict.step is not None or (verdict.request and not verdict.is_to_go_on):
+            observer.note(f"next: {verdict.request}")
         if verdict.is_to_go_on:
             again = shlex.join(self._command_to_go_on())
-            observer.note(f"next: `{again}`, and return the delta to the server")
-        elif verdict.request:
-            observer.note(f"next: {verdict.request}")
+            first = "next:" if verdict.step is None else "or, if the server no longer has the deltas:"
+            observer.note(f"{first} `{again}`, and return the delta to the server")
         document = {
             **asdict(verdict),
             "forgotten": verdict.is_forgotten,

@@ -17,6 +17,7 @@ from mpu_cli.records.knowledge import share_kept, share_left
 LEVEL = 0.95  # of the intervals
 RESAMPLES = 2000
 WIDEST = 10.0  # shares and ends of intervals are cut here, in both directions
+LONGEST = 1.6  # times the step that was taken: what another step may be
 FAR = 2.0  # times the share that may be left: the upper end of its interval, and how far below a stranger is too far
 
 
@@ -122,8 +123,11 @@ class Verdict:
     def request(self) -> str | None:
         """Who does what next; None if nothing is to be done. Never less of an update that forgot too little."""
         again = "unlearn again on this copy and return its delta: `mpu unlearn` as before, on the copy that you checked"
-        if self.is_too_far and self.is_kept is not False:
-            return "ask the server for 0.8 times the step that `mpu aggregate` took (--server-lr), and check again"
+        if self.step is not None:
+            return (
+                f"ask the server for {self.step:g} times the step that `mpu aggregate` took (--server-lr), and check "
+                "again"
+            )
         if self.is_to_go_on:
             return again
         if self.is_unsure:
@@ -134,6 +138,25 @@ class Verdict:
                 "more of those that it does not see"
             )
         return None
+
+    @property
+    def step(self) -> float | None:
+        """How many times the step that the server took would probably pass; None if no other step is to be tried.
+
+        Along one update the logarithm of what is left falls faster than in proportion to the step, and slower than
+        to its square: the power between the two is what was measured (docs/algorithms.md). What is lost of the rest
+        grows at least in proportion.
+        """
+        if self.left is None or self.is_kept is False:
+            return None
+        if self.is_too_far:
+            return 0.8
+        if self.is_forgotten or self.is_unsure or self.kept is None or not self.left.estimate < 1:
+            return None
+        longer = (math.log(self.max_left) / math.log(self.left.estimate)) ** (2 / 3)
+        step = max(1.1, round(longer, 1))
+        is_kept = 1 - step * (1 - self.kept.estimate) >= self.min_kept
+        return step if step <= LONGEST and is_kept else None
 
     @property
     def is_to_go_on(self) -> bool:

@@ -135,6 +135,12 @@ class Loss(Options):
     )
     layer: int | None = option(None, "Layer, counted from 0 (default: rmu 7).", least=0)
     coefficient: float | None = option(None, "c, the length of the direction (default: rmu 2).", least=0)
+    retain_limit: float | None = option(
+        None, "ε, the limit of the retain term, in nats per token, above which α grows (default: pdu 0.05).", least=0
+    )
+    dual_rate: float | None = option(
+        None, "By how much α grows in a step for each nat above ε (default: pdu 1).", least=0
+    )
 
     @property
     def constants(self) -> dict[str, float]:
@@ -267,8 +273,8 @@ class Unlearning(Options):
 
     algo: str = option(
         "hinge",
-        "Unlearning algorithm: hinge, npo, graddiff, gradascent, dpo, simnpo, undial, ceu, satimp, wga, rmu, one of an "
-        "installed package, or your own as module:function.",
+        "Unlearning algorithm: hinge, npo, graddiff, gradascent, dpo, simnpo, undial, ceu, pdu, satimp, wga, rmu, one of "
+        "an installed package, or your own as module:function.",
         metavar="NAME",
     )
     epochs: int | None = option(

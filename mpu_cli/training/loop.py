@@ -308,7 +308,7 @@ class UnlearningTrainer(Trainer):
             self._count({"forget_term": term, "forget": forget.scores.cross_entropy})
         if retain := inputs_of.get("retain"):
             term = objective.retain(retain)
-            losses.append(constants.alpha * term)
+            losses.append(self._alpha * term)
             self._count({"retain_term": term, "retain": retain.scores.cross_entropy})
         # Each part is normalised by its whole step, so that the parts add up to the loss of the step.
         loss = torch.stack(losses).sum()
@@ -331,6 +331,17 @@ class UnlearningTrainer(Trainer):
             row, token = rows.stop, tokens.stop
         return terms
 
+    @property
+    def _alpha(self) -> float:
+        """The weight of the retain term. Where each step changes it, checkpoints keep it, in the Trainer's state."""
+        return self.state.stateful_callbacks.get(DUAL, {}).get("alpha", self._objective.constants.alpha)
+
+    def _update_alpha(self, retain_term: float) -> None:
+        """A step of dual ascent: α is the multiplier of the constraint that the retain term is at most its limit."""
+        constants = self._objective.constants
+        alpha = max(0.0, self._alpha + constants.dual_rate * (retain_term - constants.retain_limit))
+        self.state.stateful_callbacks[DUAL] = {"alpha": alpha}
+
     def _count(self, losses: dict[str, torch.Tensor]) -> None:
         """Add up the parts of a step over its micro-batches."""
         for name, value in losses.items():
@@ -344,6 +355,8 @@ class UnlearningTrainer(Trainer):
         sums = dict(zip(("loss", *names), of_all.tolist(), strict=True))  # at once: a GPU is waited for each time
         self._sums, self._done_in_step, self._last_sums = {}, [], sums
         retain_term, retain = sums.get("retain_term"), sums.get("retain")
+        if retain_term is not None and self._objective.constants.dual_rate:
+            self._update_alpha(retain_term)
         self._on_step(Losses(sums["loss"], sums["forget_term"], retain_term, sums["forget"], retain))
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
@@ -371,6 +384,7 @@ def outside_layers(model: PreTrainedModel) -> list[torch.Tensor]:
     return [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding) or m is head]
 
 
+DUAL = "mpu_dual"  # where the Trainer's state keeps α
 NO_LOGGING = Logging()
 
 

@@ -119,7 +119,8 @@ class TermInputs:
 class Constants:
     """Constants of the losses, named like their options: ``gamma`` and ``alpha`` weigh the forget and the retain term;
     the docstring of each loss has the others in its equation. ``level`` is in nats per token; ``layer`` is counted
-    from 0."""
+    from 0. With a ``dual_rate``, ``alpha`` is what a training starts with: it grows by so much for each nat that a
+    step's retain term is above ``retain_limit``, and falls below it."""
 
     gamma: float = 1.0
     alpha: float = 1.0
@@ -130,6 +131,8 @@ class Constants:
     level: float = -3.0
     layer: int = 7
     coefficient: float = 2.0
+    retain_limit: float = 0.05
+    dual_rate: float = 0.0
 
 
 def _require_value(x: Kind | None) -> Kind:
@@ -241,6 +244,18 @@ def ceu(forget: TermInputs, alternate: TermInputs | None, constants: Constants) 
     return forget.scores.token_mean(forget.scores.logits.per_token(losses, forget.scores.targets))
 
 
+def pdu(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+    """Token mean of (max z − mean z)², which is 0 where all tokens are as probable (PDU; Entesari et al., 2025).
+
+    The retain term is a constraint there: α is its multiplier, which each step changes.
+    """
+
+    def margins(logits: torch.Tensor) -> torch.Tensor:
+        return (logits.amax(-1) - logits.mean(-1)).square()
+
+    return forget.scores.token_mean(forget.scores.logits.per_token(margins))
+
+
 def satimp(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
     """−(token mean of p^β₁·(1−p)^β₂·cross-entropy), the weights detached (Yang et al., 2025)."""
     p = forget.scores.log_probs.detach().exp()
@@ -328,6 +343,7 @@ ALGORITHMS = {
     ),
     "undial": Algorithm(undial, Constants(beta=10, alpha=0), ("beta",), reference_outputs="logits"),
     "ceu": Algorithm(ceu, Constants()),
+    "pdu": Algorithm(pdu, Constants(dual_rate=1), ("retain_limit", "dual_rate")),
     "satimp": Algorithm(satimp, Constants(beta1=5, beta2=1, gamma=0.1), ("beta1", "beta2"), epochs=1, rounds=10),
     "wga": Algorithm(wga, Constants(beta=1), ("beta",), epochs=5, rounds=2),
     "rmu": Algorithm(

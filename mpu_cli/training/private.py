@@ -155,6 +155,8 @@ def check_objective(algo: str, objective: Objective) -> None:
     """Raises UsageError if the losses are not computed record by record here."""
     if objective.algorithm.alternate or objective.algorithm.hidden or algo not in ALGORITHMS:
         raise UsageError(f"--dp-epsilon does not work with {algo}: its loss is not a sum over single records")
+    if objective.constants.dual_rate:
+        raise UsageError(f"--dp-epsilon does not work with {algo}: its α tells of the records without noise")
     if objective.retain_outputs == "hidden":
         raise UsageError(f"--dp-epsilon does not work with --retain-loss {objective.retain_loss}", "use nll or kl")
 

@@ -13,6 +13,8 @@ from statistics import fmean
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import mpu_cli
@@ -138,6 +140,29 @@ def test_the_verdict_follows_from_the_shares(left: float | None, kept: float, se
     assert "too few records" in wide.sentence
     if verdict.request and left and left > 0.05:
         assert "--server-lr" not in verdict.request
+
+
+@pytest.mark.parametrize(
+    ("left", "shortest", "longest"),
+    [(0.229, 1.4, 1.6), (0.085, 1.1, 1.25), (0.064, 1.0, 1.25), (0.194, 1.3, 1.5)],
+)
+def test_a_longer_step_is_one_that_passed(left: float, shortest: float, longest: float) -> None:
+    """In measured updates (docs/data/outcome.csv, and two with other records), by what was left at a step of 1."""
+    verdict = Verdict(Share(left, left, left), Share(0.99, 0.99, 0.99), None, 0.05, 0.95, {})
+    assert verdict.step is not None
+    assert shortest <= verdict.step <= longest + 0.1
+    assert f"{verdict.step:g} times the step" in (verdict.request or "")
+
+
+@given(left=st.floats(0.051, 2.0), kept=st.floats(0.95, 1.02))
+def test_a_longer_step_asks_for_no_more_than_the_rest_can_lose(left: float, kept: float) -> None:
+    """Longer the more is left, never where what is lost would pass its limit if it grew in proportion."""
+    verdict = Verdict(Share(left, left, left), Share(kept, kept, kept), None, 0.05, 0.95, {})
+    if verdict.step is None:
+        assert left > 0.2 or kept < 0.98
+    else:
+        assert 1 < verdict.step <= 1.6
+        assert verdict.step * (1 - kept) <= 0.05 + 1e-9
 
 
 @pytest.mark.slow

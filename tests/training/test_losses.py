@@ -112,6 +112,11 @@ class TestLosses:
             terms.append(-sum(math.exp(v) / total * s for v, s in zip(lowered, student, strict=True)))
         assert self.loss_of("undial", batch) == pytest.approx(sum(terms) / len(terms), abs=1e-10)
 
+    def test_pdu(self, batch):
+        rows = batch["forget"].scores.logits.whole().tolist()
+        expected = sum((max(row) - sum(row) / len(row)) ** 2 for row in rows) / len(rows)
+        assert self.loss_of("pdu", batch) == pytest.approx(expected, abs=1e-10)
+
     def test_satimp(self, batch):
         tokens = [x for row in self.by_example(batch["forget"]) for x in row]
         expected = sum(math.exp(x) ** 0.7 * (1 - math.exp(x)) ** 0.4 * x for x in tokens) / len(tokens)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import weakref
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -61,6 +62,7 @@ BLOCKWISE = ["--optim", "adamw-blockwise"]
     "more",
     [
         ["--optim", "adamw"],
+        pytest.param(["--algo", "pdu"], marks=pytest.mark.slow),  # whose α is part of a checkpoint
         pytest.param([*BLOCKWISE, "--precision", "bfloat16"], marks=pytest.mark.exhaustive),
         pytest.param(["--lora-rank", "2"], marks=pytest.mark.exhaustive),
     ],
@@ -79,7 +81,7 @@ def test_a_killed_run_resumes_to_the_same_delta(mpu, folder, more):
     resumed = mpu(*arguments, cwd=folder)
     assert resumed.out == "deltas/base.safetensors\n"
     assert re.search(r"resuming after step \d+0 of 120", resumed.err)
-    assert "npo, 120 steps" in resumed.err  # those before it was killed count
+    assert ", 120 steps" in resumed.err  # those before it was killed count
     steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
     assert steps[-1] == 120
     assert 10 < steps[killed_at] <= killed_at + 1  # it did not start over
@@ -88,6 +90,19 @@ def test_a_killed_run_resumes_to_the_same_delta(mpu, folder, more):
     assert not (folder / "deltas/base.safetensors.resume").exists()
     numbers = [json.loads(line)["step"] for line in log.read_text().splitlines()]
     assert numbers == [*range(1, 121)]  # none twice
+
+
+def test_the_multiplier_of_pdu_is_that_of_its_constraint(mpu, folder):
+    """Read from the log: α starts at 1 and, after each step, rises by η for each nat above ε, and never below 0."""
+    constants = ["--retain-limit", "5.5", "--dual-rate", "0.8"]  # the limit is near the loss: α goes down and up again
+    mpu("unlearn", "base", *TRAINING, "--algo", "pdu", *constants, "--epochs", "6", "--log", "log.jsonl", cwd=folder)
+    alpha, alphas = 1.0, [1.0]
+    for line in (folder / "log.jsonl").read_text().splitlines():
+        step = json.loads(line)
+        assert step["loss"] == pytest.approx(step["forget_term"] + alpha * step["retain_term"], rel=1e-5)
+        alpha = max(0.0, alpha + 0.8 * (step["retain_term"] - 5.5))
+        alphas.append(alpha)
+    assert any(before == 0 < after for before, after in pairwise(alphas))
 
 
 @pytest.mark.slow
