@@ -273,8 +273,8 @@ class Unlearning(Options):
 
     algo: str = option(
         "hinge",
-        "Unlearning algorithm: hinge, npo, graddiff, gradascent, dpo, simnpo, undial, ceu, pdu, satimp, wga, rmu, one of "
-        "an installed package, or your own as module:function.",
+        "Unlearning algorithm: hinge, npo, graddiff, gradascent, dpo, simnpo, undial, ceu, pdu, satimp, wga, rmu, one "
+        "of an installed package, or your own as module:function.",
         metavar="NAME",
     )
     epochs: int | None = option(
