@@ -59,7 +59,7 @@ def tune(
         epochs = proposed.suggest_int("epochs", 1, search.most_epochs, log=True)
         trials.append(_train(model, data, options, search, lr, epochs))
         last = trials[-1]
-        proposed.set_user_attr("beyond", last.retain_rise - search.max_retain_rise)
+        proposed.set_user_attr("beyond", last.retain_rise - search.max_rise)
         observer.advance(
             1, f"lr {lr:.2g}, {epochs} epochs: forget +{last.forget_rise:.2f}, retain +{last.retain_rise:.2f}"
         )
@@ -87,12 +87,12 @@ def _train(model: Model, data: Dataset, options: Unlearning, search: Search, lr:
         try:
             result = unlearn(model, data, tried, target=Path(scratch) / "delta.safetensors")
         except Diverged:
-            return Trial(lr, epochs, 0.0, 2 * search.max_retain_rise, False, time.monotonic() - started)
+            return Trial(lr, epochs, 0.0, 2 * search.max_rise, False, time.monotonic() - started)
     if result.before is None or result.after is None or result.before.retain is None or result.after.retain is None:
         raise UsageError("a search runs in one process")
     lost = result.after.retain - result.before.retain
     gained = result.after.forget - result.before.forget
-    return Trial(lr, epochs, gained, lost, lost <= search.max_retain_rise, time.monotonic() - started)
+    return Trial(lr, epochs, gained, lost, lost <= search.max_rise, time.monotonic() - started)
 
 
 def _optuna() -> Any:

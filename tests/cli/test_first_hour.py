@@ -452,7 +452,7 @@ class TestTune:
         """Its options, passed to unlearn as printed, give the losses that it promised; nothing is left behind."""
         common = ("--forget", demo.forget, "--retain", demo.retain, "--algo", "npo", "--beta", 2.0,
                   "--batch-size", 5, "--optim", "adamw-blockwise")  # fmt: skip
-        search = ("--trials", 5, "--most-epochs", 8, "--least-lr", 1e-4, "--max-retain-rise", 0.2)
+        search = ("--trials", 5, "--most-epochs", 8, "--least-lr", 1e-4, "--max-rise", 0.2)
         document = mpu("tune", demo.model, *common, *search, "--json", cwd=tmp_path).json
         assert not list(tmp_path.iterdir())
         assert len(document["trials"]) == 5
@@ -480,13 +480,13 @@ class TestTune:
 
     def test_nothing_found_is_said(self, mpu: Callable, root: Path) -> None:
         outcome = mpu("tune", "base", "--algo", "npo", "--template", "plain", "--trials", 1, "--least-lr", 1e-9,
-                   "--most-lr", 1e-9, "--max-retain-rise", 10, cwd=root)  # fmt: skip
+                   "--most-lr", 1e-9, "--max-rise", 10, cwd=root)  # fmt: skip
         assert "nothing found that forgets: the loss rose by at most" in outcome.err
         assert outcome.out.startswith("--algo npo --template plain --lr 1e-09 --epochs ")
 
     def test_no_trial_in_bounds(self, mpu: Callable, root: Path) -> None:
         refused = mpu("tune", "base", "--algo", "npo", "--template", "plain", "--trials", 1, "--least-lr", 0.5,
-                      "--most-lr", 0.5, "--most-epochs", 2, "--max-retain-rise", 1e-6, check=False,
+                      "--most-lr", 0.5, "--most-epochs", 2, "--max-rise", 1e-6, check=False,
                       cwd=root)  # fmt: skip
         assert refused.status == 1
         assert "no trial stayed in bounds" in refused.err

@@ -28,7 +28,7 @@ class Tune(Command):
 
     NAME: ClassVar[str] = "tune"
     ESSENTIAL: ClassVar[str] = (
-        "--algo --forget --retain --trials --max-retain-rise --most-epochs --least-lr --batch-size --device"
+        "--algo --forget --retain --trials --max-rise --most-epochs --least-lr --batch-size --device"
     )
 
     model: str = option(..., "A copy, or any model directory or Hub id.", metavar="MODEL", argument=True)
@@ -56,11 +56,11 @@ class Tune(Command):
         columns = ["lr", "epochs", "forget", "retain", "bound", "seconds"]
         observer.table("Rise of the loss per answer token", columns, rows)
         if best is None:
-            raise MpuError("no trial stayed in bounds", "lower --least-lr, or raise --max-retain-rise or --trials")
+            raise MpuError("no trial stayed in bounds", "lower --least-lr, or raise --max-rise or --trials")
         if best.forget_rise < HARDLY:
             observer.warn(
                 f"nothing found that forgets: the loss rose by at most {best.forget_rise:.3f} nats; raise "
-                "--most-epochs, --max-retain-rise or --trials, or lower --batch-size"
+                "--most-epochs, --max-rise or --trials, or lower --batch-size"
             )
         options = f"{_command_options(self.unlearning)} --lr {best.lr:.3g} --epochs {best.epochs}"
         document = {"options": options, "best": asdict(best), "trials": [asdict(trial) for trial in trials]}
