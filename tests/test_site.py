@@ -78,6 +78,6 @@ def test_a_report_fits_a_narrow_window(mpu: Callable, tmp_path: Path) -> None:
 def test_the_site_fits_a_narrow_window(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "--no-directory-urls"]
     subprocess.run([*command, "-d", str(tmp_path / "s")], cwd=ROOT, check=True, capture_output=True)
-    for page in ("index.html", "attacks.html", "commands.html", "reference/errors.html", "results.html"):
+    for page in ("index.html", "protection.html", "commands/publish.html", "reference/errors.html", "measured.html"):
         for dark in (False, True):
             assert open_narrow(tmp_path / "s" / page, tmp_path / f"profile_{dark}", dark=dark) <= NARROW, page

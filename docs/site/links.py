@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
+import os
 import os.path
 import re
 from pathlib import Path
 from typing import Any
 
+from mpu_cli.version import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 AT_ROOT = {"README.md": "index.md", **{f"{name}.md": f"{name.lower()}.md" for name in
            ("CONTRIBUTING", "SECURITY", "CHANGELOG")}}  # fmt: skip
 _LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
+
+
+def on_config(config: Any) -> Any:
+    """The version on each page and, where a workflow of GitHub builds the site, links to its repository."""
+    config["copyright"] = f"mpu {__version__}"
+    if repository := os.environ.get("GITHUB_REPOSITORY"):
+        config["repo_url"] = f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{repository}"
+        config["repo_name"], config["edit_uri"] = repository, "edit/main/"
+    return config
+
+
+def on_pre_page(page: Any, config: Any, **_: object) -> Any:
+    """The edit link of each page: of what lies elsewhere in the repository its place there, of what is made none."""
+    source = source_of(page.file.src_uri)
+    is_written = config["repo_url"] and (ROOT / source).is_file()
+    page.edit_url = f"{config['repo_url']}/{config['edit_uri']}{source}" if is_written else None
+    return page
 
 
 def source_of(page: str) -> str:

@@ -63,12 +63,12 @@ for path in sorted((ROOT / "examples").rglob("*")):
     if path.suffix in (".md", ".png", ".svg"):
         with mkdocs_gen_files.open(path.relative_to(ROOT).as_posix(), "wb") as binary:
             binary.write(path.read_bytes())
-GENERATED = {
-    "commands.md": reference.reference, "families.md": reference.families_page, "metrics.md": reference.metrics_page,
+generated = {f"commands/{name}.md": text for name, text in reference.command_pages().items()} | {
+    "commands.md": reference.index(), "families.md": reference.families_page(), "metrics.md": reference.metrics_page(),
 }  # fmt: skip
-for page, text_of in GENERATED.items():
+for page, text in generated.items():
     with mkdocs_gen_files.open(page, "w") as file:
-        file.write(text_of())
+        file.write(text)
 with mkdocs_gen_files.open("reference/api.md", "w") as file:
     file.write("# Python functions\n\nSee [Python](../python.md) for how they fit together.\n")
     for module, names in API.items():

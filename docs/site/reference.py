@@ -10,26 +10,42 @@ from typing import Any, Literal, get_args, get_origin
 
 import typer
 
-from mpu_cli.cli.main import app
+from mpu_cli.cli.main import PANELS, app
 from mpu_cli.errors import MpuError
 from mpu_cli.model.family import CHANNELS, EVERY, LAYER_AXES, MODEL_AXES, Family, names_of
 from mpu_cli.version import __version__
 
 WIDTH = 118  # of lines of text
-INTRODUCTION = """# Command reference
+INTRODUCTION = """# Which command?
 
-Every option can also be set
-with an environment variable: `MPU_` + command + option, such as `MPU_PUBLISH_KAPPA=0.01`. Not listed: `mpu --version`
-and, for every command, `--help`, `--config FILE` (options from a TOML file, a table for each command), `--quiet`
-(warnings and errors only) and `--debug` (a traceback when something fails).
+By who runs it. Every option can also be set with an environment variable: `MPU_` + command + option, such as
+`MPU_PUBLISH_KAPPA=0.01`. For every command there are `--help`, `--config FILE` (options from a TOML file, a table for
+each command), `--quiet` (warnings and errors only), `--profile` (how long each stage took) and `--debug` (a traceback
+when something fails).
 """
 
 
-def reference() -> str:
-    """The page, Markdown."""
+def index() -> str:
+    """The page that leads to those of ``command_pages``, Markdown."""
+    lines = [INTRODUCTION]
+    for panel, commands in PANELS.items():
+        lines += [f"## {panel}", "", "| command | |", "|---|---|"]
+        for command in commands:
+            first = (command.__doc__ or "").split("\n\n")[0].split()
+            lines.append(f"| [mpu {command.NAME}](commands/{command.NAME}.md) | {' '.join(first)} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def command_pages() -> dict[str, str]:
+    """A page for each command, by its name, Markdown."""
     group: Any = typer.main.get_command(app)
-    commands = group.commands
-    return "\n".join([INTRODUCTION, *(line for name, command in commands.items() for line in _section(name, command))])
+    return {name: "\n".join(_section(name, command)) for name, command in group.commands.items()}
+
+
+def reference() -> str:
+    """All of them in one."""
+    return "\n".join([index(), *command_pages().values()])
 
 
 FAMILIES_INTRODUCTION = """# Families
@@ -173,7 +189,10 @@ def _section(name: str, command: Any) -> Iterator[str]:
     options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
     usage = " ".join(["mpu", name, *(str(a.metavar or a.name.upper()) for a in arguments), "[OPTIONS]"])
     description = textwrap.wrap(" ".join((command.help or "").split()), WIDTH, break_on_hyphens=False)
-    yield from (f"## mpu {name}", "", "```text", usage, "```", "", *description, "")
+    yield from (f"# mpu {name}", "", "```text", usage, "```", "", *description, "")
+    if command.epilog:
+        example = command.epilog.removeprefix("Example: ").replace(" --", " \\\n  --")
+        yield from ("```sh", example, "```", "")
     yield from ("| | default | |", "|---|---|---|")
     for parameter in [*arguments, *options]:
         flags = [f"`{parameter.metavar or parameter.name.upper()}`"]

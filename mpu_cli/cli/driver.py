@@ -137,5 +137,6 @@ def in_two_levels(commands: Mapping[str, Any], classes: Mapping[str, type[Comman
         hidden = [each for each in options if not {*command.ESSENTIAL.split(), *ALWAYS} & set(each.opts)]
         for each in hidden:
             each.hidden = True
-        commands[name].epilog = f"And {len(hidden)} more options: mpu {name} {HELP_ALL}"
+        more = f"And {len(hidden)} more options: mpu {name} {HELP_ALL}"
+        commands[name].epilog = "\n\n".join(filter(None, (commands[name].epilog, more)))
     return arguments

@@ -82,7 +82,8 @@ PANELS: dict[str, tuple[type[Command], ...]] = {
 COMMANDS = {command.NAME: command for commands in PANELS.values() for command in commands}
 for panel, commands in PANELS.items():
     for each in commands:
-        app.command(each.NAME, rich_help_panel=panel)(function_of(each))
+        example = f"Example: {each.EXAMPLE}" if each.EXAMPLE else None
+        app.command(each.NAME, rich_help_panel=panel, epilog=example)(function_of(each))
 
 
 def print_version(requested: bool) -> None:

@@ -32,6 +32,7 @@ class Aggregate(Command):
     """
 
     NAME: ClassVar[str] = "aggregate"
+    EXAMPLE: ClassVar[str] = "mpu aggregate deltas/ --keys keys.bin"
 
     deltas: list[str] = option(
         ...,

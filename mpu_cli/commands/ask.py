@@ -30,6 +30,7 @@ class Ask(Command):
     """
 
     NAME: ClassVar[str] = "ask"
+    EXAMPLE: ClassVar[str] = "mpu ask copy_1 'Who is Ada?' --delta deltas/copy_1.safetensors"
 
     models: list[str] = option(
         ..., "Model directories, copies (sealed or not) or Hub ids.", metavar="MODEL…", argument=True

@@ -25,6 +25,9 @@ class AuditDelta(Command):
     """
 
     NAME: ClassVar[str] = "audit-delta"
+    EXAMPLE: ClassVar[str] = (
+        "mpu audit-delta copy_1 deltas/copy_1.safetensors --forget forget.jsonl --retain retain.jsonl"
+    )
 
     copy: str = option(..., "The copy that the delta was made from.", metavar="COPY", argument=True)
     delta: Path = option(..., "The delta, before it is sent.", metavar="DELTA", argument=True)

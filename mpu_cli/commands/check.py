@@ -50,6 +50,9 @@ class Check(Command):
     """
 
     NAME: ClassVar[str] = "check"
+    EXAMPLE: ClassVar[str] = (
+        "mpu check round_2/copy_1 --before copy_1 --forget forget.jsonl --retain retain.jsonl --unseen unseen.jsonl"
+    )
 
     copy: str = option(
         ..., "A copy of the server's new model, from `mpu publish` (sealed or not).", metavar="COPY", argument=True

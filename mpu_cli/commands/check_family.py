@@ -26,6 +26,7 @@ class CheckFamily(Command):
     """
 
     NAME: ClassVar[str] = "check-family"
+    EXAMPLE: ClassVar[str] = "mpu check-family my-model"
 
     model: str = option(..., "A model directory, .safetensors file or Hub id.", metavar="MODEL", argument=True)
 

@@ -40,6 +40,7 @@ class Compare(Command):
     """
 
     NAME: ClassVar[str] = "compare"
+    EXAMPLE: ClassVar[str] = "mpu compare before.json eval.json --plot side_by_side.svg"
 
     results: list[str] = option(
         ...,

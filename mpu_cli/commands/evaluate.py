@@ -50,6 +50,9 @@ class Evaluate(Command):
     """
 
     NAME: ClassVar[str] = "eval"
+    EXAMPLE: ClassVar[str] = (
+        "mpu eval unlearned --forget forget.jsonl --retain retain.jsonl --unseen unseen.jsonl --out eval.json"
+    )
     ESSENTIAL: ClassVar[str] = (
         "--benchmark --forget --retain --unseen --retain-log --max-length --attacks --show --plot --out"
     )

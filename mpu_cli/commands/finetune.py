@@ -26,6 +26,9 @@ class Finetune(Command):
     """
 
     NAME: ClassVar[str] = "finetune"
+    EXAMPLE: ClassVar[str] = (
+        "mpu finetune public-model --data forget.jsonl --data retain.jsonl --epochs 8 --lr 1e-4 --out my-model"
+    )
     ESSENTIAL: ClassVar[str] = "--data --epochs --lr --batch-size --optim --out --device"
 
     model: str = option(..., "The model to start from.", metavar="MODEL", argument=True)

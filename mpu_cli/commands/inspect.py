@@ -34,6 +34,7 @@ class Inspect(Command):
     """
 
     NAME: ClassVar[str] = "inspect"
+    EXAMPLE: ClassVar[str] = "mpu inspect copy_1"
 
     path: Path = option(
         ...,

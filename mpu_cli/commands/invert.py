@@ -24,6 +24,7 @@ class Invert(Command):
     """
 
     NAME: ClassVar[str] = "invert"
+    EXAMPLE: ClassVar[str] = "mpu invert deltas/copy_1.safetensors --keys keys.bin"
 
     deltas: list[str] = option(
         ..., "Deltas, directories of them, or - for standard input.", metavar="DELTA…", argument=True

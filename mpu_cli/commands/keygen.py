@@ -20,6 +20,7 @@ class Keygen(Command):
     """
 
     NAME: ClassVar[str] = "keygen"
+    EXAMPLE: ClassVar[str] = "mpu keygen"
 
     out: Path | None = option(
         None, "The identity file (default: mpu/identity.txt in your configuration directory).", metavar="FILE"

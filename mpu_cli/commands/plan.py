@@ -54,6 +54,7 @@ class Plan(Command):
     """
 
     NAME: ClassVar[str] = "plan"
+    EXAMPLE: ClassVar[str] = "mpu plan my-model --forget forget.jsonl --memory 24GB"
 
     model: str = option(..., "The server's model, or the client's copy of it.", metavar="MODEL", argument=True)
     disguise: Disguise = group(Disguise)

@@ -36,6 +36,7 @@ class Publish(Command):
     """
 
     NAME: ClassVar[str] = "publish"
+    EXAMPLE: ClassVar[str] = "mpu publish my-model --pretrained meta-llama/Llama-3.2-1B-Instruct"
     ESSENTIAL: ClassVar[str] = (
         "--kappa --pretrained --copies --permanent-noise --noise --symmetries --out --keys --recipient --probe"
     )

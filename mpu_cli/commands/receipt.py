@@ -43,6 +43,7 @@ class Receipt(Command):
     """
 
     NAME: ClassVar[str] = "receipt"
+    EXAMPLE: ClassVar[str] = "mpu receipt receipt.json --keys round_2/keys.bin --copy round_2/copy_1"
 
     file: Path = option(..., "A receipt from `mpu check --receipt`.", metavar="FILE", argument=True)
     reading: RecordFormat = group(RecordFormat)

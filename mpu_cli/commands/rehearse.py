@@ -70,6 +70,7 @@ class Rehearse(Command):
     """
 
     NAME: ClassVar[str] = "rehearse"
+    EXAMPLE: ClassVar[str] = "mpu rehearse copy_1 --keys keys.bin --forget known.jsonl --retain others.jsonl"
     ESSENTIAL: ClassVar[str] = "--forget --retain --unseen --keys --base --max-left --min-kept --algo --device"
 
     copies: list[str] = option(..., "All copies of the publication, not sealed.", metavar="COPY…", argument=True)

@@ -88,6 +88,7 @@ class Status(Command):
     """
 
     NAME: ClassVar[str] = "status"
+    EXAMPLE: ClassVar[str] = "mpu status"
 
     folder: Path = option(Path("."), "Where one of the parties works.", metavar="[FOLDER]", argument=True)
 

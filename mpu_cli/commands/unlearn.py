@@ -151,6 +151,7 @@ class Unlearn(Command):
     """
 
     NAME: ClassVar[str] = "unlearn"
+    EXAMPLE: ClassVar[str] = "mpu unlearn copy_1 --forget forget.jsonl --retain retain.jsonl --unseen unseen.jsonl"
     ESSENTIAL: ClassVar[str] = (
         "--algo --forget --retain --unseen --public --lr --epochs --batch-size --optim --lora-rank --out --show "
         "--resume --device"

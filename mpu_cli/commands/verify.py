@@ -25,6 +25,7 @@ class Verify(Command):
     """
 
     NAME: ClassVar[str] = "verify"
+    EXAMPLE: ClassVar[str] = "mpu verify copy_1 --keys keys.bin"
 
     copy: str = option(..., "A copy from `mpu publish`.", metavar="COPY", argument=True)
     keys: Path = option(Path("keys.bin"), KEYS, metavar="FILE")

@@ -26,6 +26,7 @@ class Demo(Command):
     """
 
     NAME: ClassVar[str] = "demo"
+    EXAMPLE: ClassVar[str] = "mpu demo trial --seed 1"
 
     folder: Path = option(Path("mpu-demo"), "Working directory; must not exist yet.", metavar="DIR", argument=True)
     model: str | None = option(

@@ -35,6 +35,7 @@ class Doctor(Command):
     """
 
     NAME: ClassVar[str] = "doctor"
+    EXAMPLE: ClassVar[str] = "mpu doctor"
 
     device: str = option("auto", DEVICE, metavar="DEVICE")
     quick: bool = option(False, "Only say what the machine offers.")

@@ -59,12 +59,14 @@ class Preview:
 class Command(Options, ABC):
     """A command: options, and what is done with them.
 
-    ``NAME``: on the command line; ``ESSENTIAL``: of a command with many options, the flags that --help shows, where
-    --help-all shows the others. The docstring is its help. A command that has ``preview(observer)`` has --dry-run,
+    ``NAME``: on the command line; ``EXAMPLE``: how it is called, which help ends with; ``ESSENTIAL``: of a command with
+    many options, the flags that --help shows, where --help-all shows the others. The docstring is its help. A command
+    that has ``preview(observer)`` has --dry-run,
     which shows the ``Preview``, or prints the ``Report``, that this gives, in place of doing anything.
     """
 
     NAME: ClassVar[str]
+    EXAMPLE: ClassVar[str] = ""
     ESSENTIAL: ClassVar[str] = ""
     DRY_RUN: ClassVar[str] = "Check everything, print what would be read and written, and stop."
 

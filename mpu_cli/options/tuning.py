@@ -18,9 +18,7 @@ class Search(Options):
     least_lr: float = option(1e-6, "Lowest learning rate to try.", above=0)
     most_lr: float = option(1e-3, "Highest learning rate to try.", above=0)
     most_epochs: int = option(20, "Most epochs to try.", least=1)
-    max_rise: float = option(
-        0.1, "How much the loss on records to keep may rise, in nats per answer token.", above=0
-    )
+    max_rise: float = option(0.1, "How much the loss on records to keep may rise, in nats per answer token.", above=0)
     enough: float | None = option(
         None, "Stop once the loss on the records to forget has risen by this much, in nats per answer token.", above=0
     )

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import select
+import shlex
 import struct
 import subprocess
 import sys
@@ -49,6 +50,15 @@ def test_choices_are_those_of_the_tables():
     assert choices(Publishing, "symmetries") == set(SETS)
     assert choices(Publishing, "noise") == set(SCHEMES)
     assert set(declared_options(Loss)) == {"retain_loss", *(field.name for field in fields(Constants))}
+
+
+def test_each_example_is_a_command_line_of_its_command() -> None:
+    """As click reads it: options that exist, with values of their kinds, and all that is required."""
+    group = typer.main.get_command(app)
+    for name, command in COMMANDS.items():
+        program, called, *arguments = shlex.split(command.EXAMPLE)
+        assert (program, called) == ("mpu", name)
+        group.commands[name].make_context(name, arguments)
 
 
 def test_help_says_each_algorithms_constants() -> None:

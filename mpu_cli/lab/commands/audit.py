@@ -36,6 +36,7 @@ class Audit(Command):
     """
 
     NAME: ClassVar[str] = "audit"
+    EXAMPLE: ClassVar[str] = "mpu audit copy_1 --base my-model --pretrained meta-llama/Llama-3.2-1B-Instruct"
 
     copies: list[str] = option(
         ...,

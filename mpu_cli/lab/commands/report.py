@@ -31,6 +31,7 @@ class Report(Command):
     """
 
     NAME: ClassVar[str] = "report"
+    EXAMPLE: ClassVar[str] = "mpu report grid"
 
     folders: list[Path] = option(
         ...,

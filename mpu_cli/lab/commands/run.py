@@ -28,6 +28,9 @@ class Run(Command):
     """
 
     NAME: ClassVar[str] = "run"
+    EXAMPLE: ClassVar[str] = (
+        "mpu run my-model --pretrained public-model --forget forget.jsonl --retain retain.jsonl --until-pass"
+    )
     ESSENTIAL: ClassVar[str] = (
         "--algo --forget --retain --until-pass --mode --rounds --pretrained --kappa --copies --lr --epochs "
         "--batch-size --out"

@@ -36,6 +36,7 @@ class Sweep(Command):
     """
 
     NAME: ClassVar[str] = "sweep"
+    EXAMPLE: ClassVar[str] = "mpu sweep grid.toml --metrics model_utility,forget_truth_ratio"
     DRY_RUN: ClassVar[str] = "Only list the experiments and what they cost."
 
     file: Path = option(

@@ -29,6 +29,7 @@ class Trace(Command):
     """
 
     NAME: ClassVar[str] = "trace"
+    EXAMPLE: ClassVar[str] = "mpu trace leaked-model --keys hospital.bin --keys archive.bin"
 
     suspect: str | None = option(
         None, "The model to trace: a file, directory, sharded index or Hub id.", metavar="SUSPECT", argument=True

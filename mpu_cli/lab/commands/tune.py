@@ -27,6 +27,7 @@ class Tune(Command):
     """
 
     NAME: ClassVar[str] = "tune"
+    EXAMPLE: ClassVar[str] = "mpu tune copy_1 --algo npo --forget forget.jsonl --retain retain.jsonl"
     ESSENTIAL: ClassVar[str] = (
         "--algo --forget --retain --trials --max-rise --most-epochs --least-lr --batch-size --device"
     )
