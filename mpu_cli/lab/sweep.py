@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -45,14 +45,76 @@ from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
 from mpu_cli.options.declare import declared_options, flat, from_flat
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.experiment import Experiment
-from mpu_cli.subprocesses import run_mpu, stop_running
+from mpu_cli.subprocesses import Ended, run_mpu, stop_running
 from mpu_cli.toml import read_toml
 from mpu_cli.training.data import read_dataset
 from mpu_cli.training.job import check_options
 
-# Cells of a sweep side by side, each in a process of its own: one for each device, or with a share of the cores.
+# Cells of a sweep side by side, each in a process of its own: on this machine, or as jobs of a cluster.
 
 OUTPUT = "output.txt"  # in a cell's folder: what its process said
+
+
+class OnThisMachine:
+    """Processes here, each with a GPU of its own or a share of the cores."""
+
+    def __init__(self, count: int):
+        self._count = count
+        self._slots: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for slot in range(count):
+            self._slots.put(slot)
+
+    def run(self, arguments: Sequence[str]) -> Ended:
+        slot = self._slots.get()
+        try:
+            return run_mpu(arguments, environment=self._environment(slot))
+        finally:
+            self._slots.put(slot)
+
+    def stop(self) -> None:
+        stop_running()
+
+    def _environment(self, slot: int) -> dict[str, str]:
+        import torch
+
+        if devices := torch.cuda.device_count():
+            allowed = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(",")
+            return {"CUDA_VISIBLE_DEVICES": allowed[slot % devices]}
+        return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // self._count))}
+
+
+class ThroughSubmitit:
+    """Jobs of SLURM or, where there is none, of submitit's executor on this machine. ``parameters`` are those of its
+    AutoExecutor, such as ``slurm_partition``; its files and the jobs' logs are in ``folder``, which all nodes see.
+
+    Raises MpuError if submitit is not installed, UsageError for parameters that it does not know.
+    """
+
+    def __init__(self, folder: Path, parameters: Mapping[str, object]):
+        try:
+            import submitit
+        except ImportError as error:
+            raise MpuError("--launcher submitit: is not installed", "pip install submitit") from error
+        self._executor = submitit.AutoExecutor(folder=folder)
+        try:
+            self._executor.update_parameters(**parameters)
+        except (NameError, TypeError, ValueError) as error:
+            raise UsageError(f"--launcher-options: {str(error).splitlines()[0]}") from error
+        self._jobs: list[submitit.Job[Ended]] = []
+        self._failed = submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError
+
+    def run(self, arguments: Sequence[str]) -> Ended:
+        job = self._executor.submit(run_mpu, list(arguments))
+        self._jobs.append(job)
+        try:
+            return job.result()
+        except self._failed as error:  # killed, out of time, or never started
+            return Ended(1, "", f"job {job.job_id}: {error}")
+
+    def stop(self) -> None:
+        for job in self._jobs:
+            if not job.done():
+                job.cancel()
 
 
 @dataclass(frozen=True)
@@ -63,19 +125,11 @@ class Jobs:
     count: int
     command: Sequence[str]
     folder: Path
-    _places: queue.SimpleQueue[int] = field(default_factory=queue.SimpleQueue)
-
-    def __post_init__(self) -> None:
-        for slot in range(self.count):
-            self._places.put(slot)
+    launcher: OnThisMachine | ThroughSubmitit
 
     def play(self, name: str) -> dict[str, Any]:
         """Run a cell; its line of results. Raises MpuError with what the process said if it fails."""
-        slot = self._places.get()
-        try:
-            ended = run_mpu([*self.command, "--cell", name], environment=self._environment(slot))
-        finally:
-            self._places.put(slot)
+        ended = self.launcher.run([*self.command, "--cell", name])
         folder = self.folder / name
         folder.mkdir(parents=True, exist_ok=True)
         (folder / OUTPUT).write_text(ended.stderr, encoding="utf-8")
@@ -83,14 +137,6 @@ class Jobs:
             return json.loads(ended.stdout)
         except ValueError:
             raise MpuError(ended.reason, f"{folder / OUTPUT} has all that it said") from None
-
-    def _environment(self, slot: int) -> dict[str, str]:
-        import torch
-
-        if devices := torch.cuda.device_count():
-            allowed = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(",")
-            return {"CUDA_VISIBLE_DEVICES": allowed[slot % devices]}
-        return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // self.count))}
 
 
 # of [eval]; those of the run by default
@@ -267,7 +313,7 @@ def sweep(
 
     todo = [(number, cell) for number, cell in enumerate(cells, 1) if cell.name not in done]
     if jobs:
-        _attempt_at_once(attempt, todo, jobs.count)
+        _attempt_at_once(attempt, todo, jobs)
     else:
         for number, cell in todo:  # in this thread, which Ctrl-C interrupts
             attempt(number, cell)
@@ -295,16 +341,16 @@ def preview(cells: Sequence[Cell]) -> list[str]:
     return list(warnings)
 
 
-def _attempt_at_once(attempt: Callable[[int, Cell], None], todo: Sequence[tuple[int, Cell]], count: int) -> None:
-    """``count`` cells at a time, each in a process of its own. Ctrl-C stops those, and no further one begins."""
-    with ThreadPoolExecutor(count) as pool:
+def _attempt_at_once(attempt: Callable[[int, Cell], None], todo: Sequence[tuple[int, Cell]], jobs: Jobs) -> None:
+    """As many cells at a time as ``jobs`` says. Ctrl-C stops those, and no further one begins."""
+    with ThreadPoolExecutor(jobs.count) as pool:
         futures = [pool.submit(attempt, number, cell) for number, cell in todo]
         try:
             for future in futures:
                 future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
-            stop_running()
+            jobs.launcher.stop()
             raise
 
 

@@ -329,7 +329,9 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
 """
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("jobs", [(), ("--jobs", 2)], ids=["one process", "two"])
+    @pytest.mark.parametrize(
+        "jobs", [(), ("--jobs", 2), ("--launcher", "submitit")], ids=["one process", "two", "a cluster's"]
+    )
     def test_an_interrupt_stops_it(self, root: Path, jobs: tuple) -> None:
         """Also while a cell is evaluated, and no further cell begins."""
         (root / "grid.toml").write_text(self.GRID)
@@ -411,9 +413,28 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         assert failed.status == 1
         assert "2 of 2 experiments failed" in failed.err
         assert "diverged" in failed.err
-        assert "OPTION=VALUE" in mpu("sweep", "grid.toml", "--set", "algo", cwd=root, check=False).err
+        assert "NAME=VALUE" in mpu("sweep", "grid.toml", "--set", "algo", cwd=root, check=False).err
         page = root / mpu("report", "alone", cwd=root).out.strip()
         assert "<b>mpu</b>: average degradation" in page.read_text()
+
+    @pytest.mark.slow
+    def test_jobs_of_a_cluster_give_the_same(self, mpu: Callable, root: Path) -> None:
+        """By submitit's executor on this machine, which its jobs leave as those of SLURM do; what fails is named."""
+        (root / "grid.toml").write_text(self.GRID)
+        options = ("sweep", "grid.toml", "--set", "algo=npo", "--set", "kappa=0.1", "--json")
+        here = mpu(*options, "--out", "here", cwd=root).json
+        cluster = ("--launcher", "submitit", "--launcher-options", "timeout_min=5,cpus_per_task=1", "--jobs", 2)
+        jobs = mpu(*options, "--out", "cluster", *cluster, cwd=root).json
+        assert [line["name"] for line in jobs] == ["clean", "mpu"]
+        assert jobs[0]["metrics"] == pytest.approx(here[0]["metrics"], rel=1e-4)  # of clean: the other has secret noise
+        assert jobs[1]["metrics"].keys() == here[1]["metrics"].keys()
+        assert len(list((root / "cluster/jobs").glob("*_log.out"))) == 2
+        failed = mpu(*options, "--set", "lr=1e30", "--out", "bad", *cluster, cwd=root, check=False)
+        assert "2 of 2 experiments failed" in failed.err
+        assert "diverged" in failed.err
+        wrong = mpu(*options, "--out", "wrong", *cluster[:2], "--launcher-options", "gpus=1", cwd=root, check=False)
+        assert wrong.is_one_error
+        assert mpu(*options, "--launcher-options", "timeout_min=5", cwd=root, check=False).is_one_error
 
     @pytest.mark.slow
     def test_cases_change_together(self, mpu: Callable, root: Path) -> None:

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.observer import SILENT, Observer
@@ -15,7 +15,7 @@ from mpu_cli.options.declare import option
 from mpu_cli.wording import counted, in_bytes, in_time, names_in
 
 if TYPE_CHECKING:
-    from mpu_cli.lab.sweep import Cell
+    from mpu_cli.lab.sweep import Cell, Jobs, OnThisMachine, ThroughSubmitit
 
 
 @dataclass(frozen=True)
@@ -58,14 +58,28 @@ class Sweep(Command):
         None, "Replace an option of FILE, or eval.OPTION one of eval; may be repeated.", metavar="OPTION=VALUE",
         flag="--set",
     )  # fmt: skip
-    jobs: int = option(1, "Experiments at once, each on a GPU of its own if there are.", least=1, metavar="N")
+    jobs: int = option(
+        1,
+        "Experiments at once, each in a process of its own. Here they take the GPUs in turn, so that several share one "
+        "if there are more of them, or share the cores.",
+        least=1,
+        metavar="N",
+    )
+    launcher: Literal["local", "submitit"] = option(
+        "local", "Where they run: here, or as jobs of SLURM, through submitit; the results are the same."
+    )
+    launcher_options: str | None = option(
+        None,
+        "Parameters of submitit's executor, such as slurm_partition=gpu,gpus_per_node=1,timeout_min=600.",
+        metavar="NAME=VALUE,…",
+    )
     cell: str | None = option(None, "", hidden=True)
 
     def run(self, observer: Observer = SILENT) -> Swept | dict[str, Any]:
         """All results; of one ``cell``, which a process of its own plays, its line."""
         from mpu_cli.files.resumption import write_atomically
         from mpu_cli.lab.report import LITERATURE, published_results
-        from mpu_cli.lab.sweep import Jobs, play, sweep, sweep_metric_names
+        from mpu_cli.lab.sweep import play, sweep, sweep_metric_names
         from mpu_cli.measuring.results import chosen_metrics
 
         cells = self._cells()
@@ -75,8 +89,7 @@ class Sweep(Command):
             return play(selected, self._folder, observer)
         if self.metrics is not None:
             chosen_metrics(self.metrics, sweep_metric_names(cells))  # before hours of training
-        jobs = Jobs(self.jobs, ["sweep", *self._arguments()], self._folder) if self.jobs > 1 else None
-        lines, failed = sweep(cells, self._folder, observer, jobs)
+        lines, failed = sweep(cells, self._folder, observer, self._jobs())
         fields = {name for line in lines for name in line} | {"mode"}
         algorithms = {str(each.experiment.unlearning.algo) for each in cells}
         published = [
@@ -150,6 +163,22 @@ class Sweep(Command):
         ]
         return Report([cell.name for cell in cells], document)
 
+    def _jobs(self) -> Jobs | None:
+        """How cells run in processes of their own; None for one after the other in this one."""
+        from mpu_cli.lab.sweep import Jobs, OnThisMachine, ThroughSubmitit
+
+        if self.launcher_options and self.launcher == "local":
+            raise UsageError("--launcher-options: says how a cluster runs experiments", "add --launcher submitit")
+        launcher: OnThisMachine | ThroughSubmitit
+        if self.launcher == "submitit":
+            pairs = (self.launcher_options or "").split(",") if self.launcher_options else []
+            launcher = ThroughSubmitit(self._folder / "jobs", _named_values(pairs, "--launcher-options"))
+        elif self.jobs > 1:
+            launcher = OnThisMachine(self.jobs)
+        else:
+            return None
+        return Jobs(self.jobs, ["sweep", *self._arguments()], self._folder, launcher)
+
     @property
     def _folder(self) -> Path:
         return self.out or Path(self.file.stem)
@@ -158,7 +187,7 @@ class Sweep(Command):
         from mpu_cli.lab.sweep import overrides_of, read_sweep
 
         overrides = overrides_of(self.with_file) if self.with_file else {}
-        return read_sweep(self.file, {**overrides, **_overrides(self.settings or [])})
+        return read_sweep(self.file, {**overrides, **_named_values(self.settings or [], "--set")})
 
     def _arguments(self) -> list[str]:
         """The command line's, without those that say how many run at once."""
@@ -170,14 +199,14 @@ class Sweep(Command):
         return arguments
 
 
-def _overrides(settings: Sequence[str]) -> dict[str, object]:
-    """Options by name from OPTION=VALUE, values as in TOML, or text. Raises UsageError if there is no "="."""
+def _named_values(settings: Sequence[str], flag: str) -> dict[str, object]:
+    """Values by name from NAME=VALUE, values as in TOML, or text. Raises UsageError if there is no "="."""
     from mpu_cli.toml import parse_value
 
     values = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not equals or not name.strip():
-            raise UsageError(f"--set {setting}: not of the form OPTION=VALUE")
+            raise UsageError(f"{flag} {setting}: not of the form NAME=VALUE")
         values[name.strip()] = parse_value(value.strip())
     return values
