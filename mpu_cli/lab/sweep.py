@@ -21,6 +21,7 @@ import json
 import os
 import queue
 import re
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -85,7 +86,8 @@ class OnThisMachine:
 
 class ThroughSubmitit:
     """Jobs of SLURM or, where there is none, of submitit's executor on this machine. ``parameters`` are those of its
-    AutoExecutor, such as ``slurm_partition``; its files and the jobs' logs are in ``folder``, which all nodes see.
+    AutoExecutor, such as ``slurm_partition``. Its files and the jobs' logs go into a new folder in ``folder``, which
+    all nodes see, under a name that nobody could foresee: results come back as pickles.
 
     Raises MpuError if submitit is not installed, UsageError for parameters that it does not know.
     """
@@ -95,7 +97,7 @@ class ThroughSubmitit:
             import submitit
         except ImportError as error:
             raise MpuError("--launcher submitit: is not installed", "pip install submitit") from error
-        self._executor = submitit.AutoExecutor(folder=folder)
+        self._executor = submitit.AutoExecutor(folder=folder / f"jobs-{secrets.token_hex(16)}")
         try:
             self._executor.update_parameters(**parameters)
         except (NameError, TypeError, ValueError) as error:

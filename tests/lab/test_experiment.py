@@ -428,7 +428,7 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         assert [line["name"] for line in jobs] == ["clean", "mpu"]
         assert jobs[0]["metrics"] == pytest.approx(here[0]["metrics"], rel=1e-4)  # of clean: the other has secret noise
         assert jobs[1]["metrics"].keys() == here[1]["metrics"].keys()
-        assert len(list((root / "cluster/jobs").glob("*_log.out"))) == 2
+        assert len(list((root / "cluster").glob("jobs-*/*_log.out"))) == 2
         failed = mpu(*options, "--set", "lr=1e30", "--out", "bad", *cluster, cwd=root, check=False)
         assert "2 of 2 experiments failed" in failed.err
         assert "diverged" in failed.err

@@ -172,7 +172,7 @@ class Sweep(Command):
         launcher: OnThisMachine | ThroughSubmitit
         if self.launcher == "submitit":
             pairs = (self.launcher_options or "").split(",") if self.launcher_options else []
-            launcher = ThroughSubmitit(self._folder / "jobs", _named_values(pairs, "--launcher-options"))
+            launcher = ThroughSubmitit(self._folder, _named_values(pairs, "--launcher-options"))
         elif self.jobs > 1:
             launcher = OnThisMachine(self.jobs)
         else:
