@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from mpu_cli.protocol.noise import Calibration
 
 MAX_SIBLINGS = 100  # files beside a delta that are compared with it
-MAX_RECIPE = 1_000_000  # bytes
-MAX_CARD = 100_000  # bytes of a model card that are read
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +60,6 @@ class Inspect(Command):
         if not path.is_dir():
             with open_regular(path) as file:
                 head = file.read(64)
-        if path.suffix == ".toml" and path.is_file():
-            return _toml(path)
         if head.startswith(AGE_HEADER):
             return _sealed_facts(path, self.identity, self.passphrase_file)
         if head.startswith((b"AGE-SECRET-KEY-", b"# ")):
@@ -72,27 +68,6 @@ class Inspect(Command):
 
     def report(self, facts: dict[str, Any], observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)
         return Report(_lines(facts), facts)
-
-
-def _toml(path: Path) -> dict[str, object]:
-    """What a file of options is: a recipe of ``mpu sweep`` with its axes, or options for ``--config``."""
-    from mpu_cli.files.boundary import read_bounded
-    from mpu_cli.toml import parse_toml
-
-    document = parse_toml(read_bounded(path, MAX_RECIPE, links=False), path)
-    if "base" not in document and "extends" not in document:
-        return {
-            "kind": "TOML; for --config, if its tables are named after commands",
-            "tables": sorted(document),
-        }
-    cases = document.get("cases")
-    tables = [document, *(case for case in cases if isinstance(case, dict))] if isinstance(cases, list) else [document]
-    axes = [(name, len(value)) for table in tables for name, value in table.items() if isinstance(value, list)]
-    return {
-        "kind": "recipe of mpu sweep", "base": document.get("base", f"that of {document.get('extends')}"),
-        "axes": {name: f"{count} values" for name, count in axes if name != "cases"},
-        "cases": len(tables) - 1,
-    }  # fmt: skip
 
 
 def _sealed_facts(path: Path, identity: Path | None, passphrase_file: Path | None) -> dict[str, object]:
@@ -194,7 +169,6 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
     elif format_ == "mpu-model":
         facts = {"kind": "model, after aggregation"}
         facts |= {k: v for k, v in facts_of(checkpoint.metadata).items() if k in ("run", "round")}
-        facts |= _of_card(folder)
     elif path.is_dir() and (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").exists():
         config = read_json_object(path / ADAPTER_CONFIG, links=False)
         facts = {"kind": "LoRA adapter (peft)", "rank": config.get("r"), "for": config.get("base_model_name_or_path")}
@@ -221,22 +195,6 @@ def _trained_alike(path: Path, tags: Mapping[str, str]) -> tuple[list[str], list
         if other != path and trained and trained.get("key") == tags.get("key"):
             (alike if trained == tags else unlike).append(other.name)
     return alike, unlike
-
-
-def _of_card(folder: Path) -> dict[str, object]:
-    """What the model card says of the aggregation: its estimated error, and warnings."""
-    from mpu_cli.files.boundary import read_bounded
-    from mpu_cli.protocol.combine import CARD, WARNED
-
-    try:
-        lines = read_bounded(folder / CARD, MAX_CARD, links=False).decode(errors="replace").splitlines()
-    except MpuError:
-        return {}
-    rows = dict(cells for line in lines if len(cells := [cell.strip() for cell in line.strip("|").split("|")]) == 2)
-    facts = {name: rows[name] for name in ("estimated error of the update", "algorithm") if name in rows}
-    listed_warnings = lines[lines.index(WARNED) :] if WARNED in lines else []
-    warnings = [line.removeprefix("- ") for line in listed_warnings if line.startswith("- ")]
-    return facts | ({"warnings": warnings} if warnings else {})
 
 
 def _document(path: Path, head: bytes) -> dict[str, Any] | None:
@@ -287,8 +245,7 @@ def _table(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _folder(path: Path) -> dict[str, object] | None:
-    """What a directory that is not a checkpoint holds: a run, a sweep, a demonstration, checkpoints of a training, or
-    deltas; else None."""
+    """What a directory that is not a checkpoint holds: a run, a sweep, a running sum, or deltas; else None."""
     from mpu_cli.commands.status import facts_of_folder
     from mpu_cli.files.boundary import read_json_object
     from mpu_cli.files.manifest import PLANNED, RESULTS, facts_of
@@ -305,9 +262,6 @@ def _folder(path: Path) -> dict[str, object] | None:
     if (path / PLANNED).is_file():
         lines = read_lines(path / RESULTS, "choose another folder", links=False)
         return {"kind": "mpu sweep", "experiments done": [str(line.get("name")) for line in lines]}
-    if (path / "report.html").is_file() and (path / "models").is_dir():
-        models = sorted(model.parent.name for model in islice(path.glob("models/*/config.json"), MAX_SIBLINGS))
-        return {"kind": "mpu demo", "models": models, "page": str(path / "report.html")}
     if (path / "mpu.json").is_file() and (facts := read_json_object(path / "mpu.json", links=False)).get(
         "format"
     ) == "mpu-sums":
@@ -318,11 +272,6 @@ def _folder(path: Path) -> dict[str, object] | None:
             "round": facts.get("round"),
             "copies in it": [part.get("copy") for part in parts if isinstance(part, dict)],
             "norm": facts.get("norm"),
-        }
-    if (path / "mpu-resume.json").is_file():
-        return {
-            "kind": "checkpoints of an interrupted training",
-            "checkpoints": sorted(p.name for p in path.glob("checkpoint-*")),
         }
     if (path / "config.json").exists() or (path / "adapter_config.json").exists():
         return None

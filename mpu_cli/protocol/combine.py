@@ -53,7 +53,6 @@ from mpu_cli.version import __version__
 # The model card of an unlearned model: README.md beside the weights, as the Hub shows it.
 
 CARD = "README.md"
-WARNED = "Warnings of `mpu aggregate`:"
 
 
 def card(base: Model, keys: Keys, result: Aggregation, kind: str) -> str:
@@ -96,7 +95,7 @@ def card(base: Model, keys: Keys, result: Aggregation, kind: str) -> str:
             "and returned weight changes only, which were combined here.", "",
             "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), "",
             *curve,
-            *([WARNED, "", *warnings, ""] if warnings else []),
+            *(["Warnings of `mpu aggregate`:", "", *warnings, ""] if warnings else []),
             "Unlearning lowers what a model shows of its records; it is no proof that nothing is left. `mpu eval` "
             "measures what is.", "",
         ]

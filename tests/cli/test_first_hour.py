@@ -346,19 +346,16 @@ class TestCheckedBeforeTheWork:
         assert planned["sent"] == sum(line["bytes"] for line in log if line["step"] == "publish")
         mpu("eval", "base", "--benchmark", "qa", "--metrics", "forget_Q_A_Prob", cwd=root)
         mpu("unlearn", "base", *TRAINING, cwd=root)
-        (root / "grid.toml").write_text('base = "base"\nalgo = "graddiff"\nepochs = [1, 2]\n[eval]\nbenchmark = "qa"\n')
-        (root / "mpu.toml").write_text("# mine\n[publish]\ncopies = 2\n")
         (root / "grid").mkdir()
         (root / "grid/results.jsonl").write_text('{"name": "1"}\n')
         (root / "grid/sweep.json").write_text('{"experiments": ["1", "2"]}')
-        assert mpu("inspect", "grid.toml", "--json", cwd=root).json["axes"] == {"epochs": "2 values"}
         assert mpu("inspect", ".", "--json", cwd=root).json["kind"] == "folder"  # with a run in it, and no sweep itself
         kinds = {
             path: mpu("inspect", path, "--json", cwd=root).json["kind"]
             for path in (
                 "run", "run/run.json", "run/log.jsonl", "run/server/identity.txt", "run/server/round_1/deltas",
                 "run/server/round_1/model", "run/client/round_1/copy_1", "eval.json", "deltas/base.safetensors", "base",
-                "grid", "grid.toml", "mpu.toml",
+                "grid",
             )
         }  # fmt: skip
         assert len(set(kinds.values())) == len(kinds)

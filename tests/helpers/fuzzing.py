@@ -427,7 +427,6 @@ TARGETS: dict[str, tuple[str, Callable[[Path, random.Random], None], Callable[[P
     "added tokens": ("copy", _json_file("added_tokens.json"), _tokenizer),
     "chat template": ("copy", _json_file("chat_template.json"), _tokenizer),
     "generation config": ("copy", _json_file("generation_config.json"), _copy),
-    "card": ("copy", _bytes_of("README.md"), _describe_and_read("")),
     "records": ("documents", _line_of("records.jsonl"), lambda folder: read_records(folder / "records.jsonl")),
     "recipe": ("documents", _bytes_of("recipe.toml"), lambda folder: read_toml(folder / "recipe.toml")),
     "inspected copy": ("copy", _json_file("mpu.json"), _describe_and_read("")),
@@ -437,7 +436,7 @@ TARGETS: dict[str, tuple[str, Callable[[Path, random.Random], None], Callable[[P
 
 # Every module that parses JSON, TOML or age: the targets that play it, or why nobody else writes what it reads.
 READERS: dict[str, tuple[str, ...] | str] = {
-    "commands/inspect.py": ("inspected copy", "inspected delta", "result", "run", "log", "card", "keys, sealed"),
+    "commands/inspect.py": ("inspected copy", "inspected delta", "result", "run", "log", "keys, sealed"),
     "files/boundary.py": ("manifest", "keys"),
     "files/manifest.py": ("manifest", "delta", "inspected copy"),
     "files/reader.py": ("header", "delta", "index"),
