@@ -143,9 +143,8 @@ class Verdict:
     def step(self) -> float | None:
         """How many times the step that the server took would probably pass; None if no other step is to be tried.
 
-        Along one update the logarithm of what is left falls faster than in proportion to the step, and slower than
-        to its square: the power between the two is what was measured (docs/algorithms.md). What is lost of the rest
-        grows at least in proportion.
+        Along one update the logarithm of what is left falls about as the square of the step, or faster
+        (``python -m tests.benchmarks.outcome`` prints both). What is lost of the rest grows at least in proportion.
         """
         if self.left is None or self.is_kept is False:
             return None
@@ -153,8 +152,7 @@ class Verdict:
             return 0.8
         if self.is_forgotten or self.is_unsure or self.kept is None or not self.left.estimate < 1:
             return None
-        longer = (math.log(self.max_left) / math.log(self.left.estimate)) ** (2 / 3)
-        step = max(1.1, round(longer, 1))
+        step = math.ceil(10 * math.sqrt(math.log(self.max_left) / math.log(self.left.estimate))) / 10
         is_kept = 1 - step * (1 - self.kept.estimate) >= self.min_kept
         return step if step <= LONGEST and is_kept else None
 

@@ -144,13 +144,15 @@ def test_the_verdict_follows_from_the_shares(left: float | None, kept: float, se
 
 @pytest.mark.parametrize(
     ("left", "shortest", "longest"),
-    [(0.229, 1.4, 1.6), (0.085, 1.1, 1.25), (0.064, 1.0, 1.25), (0.194, 1.3, 1.5)],
+    [(0.229, 1.4, 1.6), (0.085, 1.1, 1.25), (0.156, 1.25, 1.375), (0.257, 1.25, 1.5)],
 )
 def test_a_longer_step_is_one_that_passed(left: float, shortest: float, longest: float) -> None:
-    """In measured updates (docs/data/outcome.csv, and two with other records), by what was left at a step of 1."""
+    """Updates that `python -m tests.benchmarks.outcome` went along: what was left at one step, and how many times as
+    long the shortest and the longest were that passed. Two of SmolLM2 with permanent noise, of the small model one with
+    permanent noise and one of pdu, from 0.8 times the step."""
     verdict = Verdict(Share(left, left, left), Share(0.99, 0.99, 0.99), None, 0.05, 0.95, {})
     assert verdict.step is not None
-    assert shortest <= verdict.step <= longest + 0.1
+    assert shortest <= verdict.step <= longest
     assert f"{verdict.step:g} times the step" in (verdict.request or "")
 
 
@@ -159,7 +161,7 @@ def test_a_longer_step_asks_for_no_more_than_the_rest_can_lose(left: float, kept
     """Longer the more is left, never where what is lost would pass its limit if it grew in proportion."""
     verdict = Verdict(Share(left, left, left), Share(kept, kept, kept), None, 0.05, 0.95, {})
     if verdict.step is None:
-        assert left > 0.2 or kept < 0.98
+        assert left > 0.3 or kept < 0.97
     else:
         assert 1 < verdict.step <= 1.6
         assert verdict.step * (1 - kept) <= 0.05 + 1e-9

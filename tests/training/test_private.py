@@ -302,6 +302,7 @@ def test_through_the_command_line(mpu, tmp_path):
     [
         (["--algo", "dpo"], "dpo"),
         (["--algo", "rmu"], "rmu"),
+        (["--algo", "pdu"], "pdu"),
         (["--dp-epsilon", "-1"], "--dp-epsilon"),
         (["--dp-delta", "2"], "--dp-delta"),
         (["--dp-max-grad-norm", "0"], "--dp-max-grad-norm"),

@@ -171,8 +171,8 @@ class Sweep(Command):
             raise UsageError("--launcher-options: says how a cluster runs experiments", "add --launcher submitit")
         launcher: OnThisMachine | ThroughSubmitit
         if self.launcher == "submitit":
-            pairs = (self.launcher_options or "").split(",") if self.launcher_options else []
-            launcher = ThroughSubmitit(self._folder, _named_values(pairs, "--launcher-options"))
+            parameters = _named_values(names_in(self.launcher_options), "--launcher-options")
+            launcher = ThroughSubmitit(self._folder, parameters)
         elif self.jobs > 1:
             launcher = OnThisMachine(self.jobs)
         else:
