@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.commands.publish import command_to_publish
 from mpu_cli.commands.secrets import opened_keys
-from mpu_cli.errors import UsageError
 from mpu_cli.files.manifest import model_folder
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import BASE_AGAIN, FORCE, MODEL_CONFIG, Command, Opening, Preview, Report, paths_from
@@ -21,14 +20,13 @@ if TYPE_CHECKING:
     from mpu_cli.protocol.keys import Keys
     from mpu_cli.protocol.noise import ErrorEstimate
     from mpu_cli.protocol.round import AggregatePlan, Aggregation, ServerStep
-    from mpu_cli.protocol.running import Running
 
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregate(Command):
     """Undo the coordinates of all copies' deltas, average them so that the noise cancels, and add the result to BASE.
 
-    Prints the path of the unlearned model; with --running, of the sum until every copy is in it.
+    Prints the path of the unlearned model.
     """
 
     NAME: ClassVar[str] = "aggregate"
@@ -53,12 +51,6 @@ class Aggregate(Command):
         None, "Directory for the unlearned model (default: unlearned; after round 1, unlearned_R).", metavar="DIR"
     )
     as_adapter: bool = option(False, "Write LoRA deltas as one peft adapter for BASE instead of a model.")
-    running: Path | None = option(
-        None,
-        "Add the deltas to the sum in DIR, after which they can be deleted; the model is written once every copy's is "
-        "in it.",
-        metavar="DIR",
-    )
     push: str | None = option(None, "Upload the result to this private repository on the Hub.", metavar="OWNER/NAME")
     opening: Opening = group(Opening)
     force: bool = option(False, FORCE)
@@ -82,7 +74,6 @@ class Aggregate(Command):
         """All deltas are checked, except for their numbers."""
         from mpu_cli.protocol.stream import BUFFERS
 
-        self._check_running(dry_run=True)
         plan = self.plan(observer)
         notes = []
         for keys, weights in zip(plan.publications, plan.weights, strict=True):
@@ -94,61 +85,28 @@ class Aggregate(Command):
         reads += [(str(delta.path), delta.checkpoint.nbytes) for delta in plan.deltas]
         return Preview(reads=reads, writes=[(plan.out, plan.nbytes)], memory=BUFFERS, notes=notes, folders=[plan.out])
 
-    def run(self, observer: Observer = SILENT) -> Aggregation | Combined | Running:
-        """An ``Aggregation`` of one data owner's update, several ``Combined``, or with ``running`` the sum so far;
-        warnings go to ``observer``."""
+    def run(self, observer: Observer = SILENT) -> Aggregation | Combined:
+        """One data owner's ``Aggregation``, or several ``Combined``; warnings go to ``observer``."""
         from mpu_cli.files.boundary import private_umask
-        from mpu_cli.model.source import upload
-        from mpu_cli.protocol.running import Running
+        from mpu_cli.model.source import check_repository, upload
+        from mpu_cli.protocol.combine import aggregate, aggregate_adapter, aggregate_owners
 
-        self._check_running(dry_run=False)
         with private_umask():  # no noise covers the result
-            result = self._add(self.running, observer) if self.running else self._at_once(observer)
-        if isinstance(result, Running):
-            return result
+            plan = self.plan(observer)
+            if self.push:  # before the work, and after all that can be wrong with the deltas
+                check_repository(self.push)
+            result: Aggregation | Combined
+            if len(plan.owners) > 1:
+                result = aggregate_owners(plan, observer=observer)
+            elif self.as_adapter:
+                result = aggregate_adapter(plan)
+            else:
+                result = aggregate(plan, observer=observer)
         for warning in result.warnings():
             observer.warn(warning)
         if self.push:
             observer.note(f"uploaded to {upload(result.path, self.push)}")
         return result
-
-    def _at_once(self, observer: Observer) -> Aggregation | Combined:
-        """All owners' deltas, in one pass."""
-        from mpu_cli.protocol.combine import aggregate, aggregate_adapter, aggregate_owners
-
-        plan = self.plan(observer)
-        self._check_push()
-        if len(plan.owners) > 1:
-            return aggregate_owners(plan, observer=observer)
-        return aggregate_adapter(plan) if self.as_adapter else aggregate(plan, observer=observer)
-
-    def _add(self, folder: Path, observer: Observer) -> Running | Aggregation:
-        """Add the deltas to the sum in ``folder``; once every copy's is in it, the model."""
-        from mpu_cli.protocol.deltas import open_deltas
-        from mpu_cli.protocol.keys import published_base
-        from mpu_cli.protocol.running import add, finish
-
-        paths, [keys] = self._opened(observer)
-        model, target = published_base(keys, self.base, self.model_config), self.out or model_folder(keys.round)
-        self._check_push()
-        for delta in open_deltas(paths, keys):
-            summed = add(model, delta, keys, self.aggregating, folder, observer)
-        if summed.missing:
-            return summed
-        return finish(model, keys, self.aggregating, folder, out=target, force=self.force, observer=observer)
-
-    def _check_push(self) -> None:
-        """Before the work, and after all that can be wrong with the deltas."""
-        from mpu_cli.model.source import check_repository
-
-        if self.push:
-            check_repository(self.push)
-
-    def _check_running(self, *, dry_run: bool) -> None:
-        if self.running and (self.as_adapter or dry_run):
-            raise UsageError("--running does not work with --as-adapter or --dry-run", "aggregate all deltas at once")
-        if self.running and len(self._key_files) > 1:
-            raise UsageError("several --keys do not work with --running", "add up each owner's deltas alone")
 
     def _opened(self, observer: Observer) -> tuple[list[Path], list[Keys]]:
         # First the paths: at the end of a pipe, the command that writes the keys may still be running.
@@ -159,14 +117,9 @@ class Aggregate(Command):
     def _key_files(self) -> list[Path]:
         return self.keys or [Path("keys.bin")]
 
-    def report(self, result: Aggregation | Combined | Running, observer: Observer) -> Report:
+    def report(self, result: Aggregation | Combined, observer: Observer) -> Report:
         from mpu_cli.protocol.combine import Combined
-        from mpu_cli.protocol.running import Running
 
-        if isinstance(result, Running):
-            copies, missing = (", ".join(map(str, which)) for which in (result.copies, result.missing))
-            observer.note(f"in the sum: copy {copies}; missing: copy {missing}")
-            return Report([self.running], {"sum": self.running, "copies": result.copies, "missing": result.missing})
         return self._of_owners(result, observer) if isinstance(result, Combined) else self._of_one(result, observer)
 
     def _of_one(self, result: Aggregation, observer: Observer) -> Report:
@@ -188,13 +141,8 @@ class Aggregate(Command):
         document = {
             "model": result.path,
             "pushed": self.push,
-            "run": keys.run,
-            "round": keys.round,
-            "copies": _copies(result),
-            "smallest_pairwise_cosine": result.pairwise,
+            **_update(result),
             "warnings": result.warnings(),
-            "norm": result.norm,
-            "error_estimate": asdict(result.error),
             "trained_differently": result.trained_differently,
             "lost_to_rounding": result.rounding,
             "step": asdict(result.step) if result.step else None,
@@ -210,17 +158,7 @@ class Aggregate(Command):
         for file, update in zip(files, result.updates, strict=True):
             keys = update.keys
             _tell_deltas(f"{file}: run {keys.run}, round {keys.round}", update, observer)
-            summaries.append(
-                {
-                    "keys": file,
-                    "run": keys.run,
-                    "round": keys.round,
-                    "copies": _copies(update),
-                    "norm": update.norm,
-                    "smallest_pairwise_cosine": update.pairwise,
-                    "error_estimate": asdict(update.error),
-                }
-            )
+            summaries.append({"keys": file, **_update(update)})
         for i, file in enumerate(files):
             for j in range(i):
                 cosine = float(result.cosines[i, j])
@@ -266,13 +204,21 @@ def _tell_deltas(title: str, result: Aggregation, observer: Observer) -> None:
     observer.note(_accuracy(result.error))
 
 
-def _copies(result: Aggregation) -> list[dict[str, object]]:
-    """What --json says of each copy's delta."""
+def _update(result: Aggregation) -> dict[str, object]:
+    """What --json says of one owner's update."""
     numbers = zip(result.norms, result.cosines, strict=True)
-    return [
+    copies = [
         {"copy": copy, "delta": result.deltas.get(copy), "norm": norm, "cosine": None if math.isnan(cosine) else cosine}
         for copy, (norm, cosine) in enumerate(numbers, 1)
     ]
+    return {
+        "run": result.keys.run,
+        "round": result.keys.round,
+        "copies": copies,
+        "smallest_pairwise_cosine": result.pairwise,
+        "norm": result.norm,
+        "error_estimate": asdict(result.error),
+    }
 
 
 def _accuracy(error: ErrorEstimate) -> str:

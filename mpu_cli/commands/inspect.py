@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
     from mpu_cli.files.manifest import CopyManifest
     from mpu_cli.files.reader import Checkpoint
     from mpu_cli.protocol.noise import Calibration
-
-MAX_SIBLINGS = 100  # files beside a delta that are compared with it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +148,6 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
             facts["privacy, as the client says"] = manifest.privacy
         if manifest.trained:
             facts["training tags"] = manifest.trained
-            alike, unlike = _trained_alike(path, manifest.trained)
-            facts |= {"trained like": alike} if alike else {}
-            facts |= {"trained otherwise than": unlike} if unlike else {}
         origin = manifest.origin
         facts |= _belonging(origin) if origin else {"belongs to": "no run (made from a model that is not an mpu copy)"}
     elif path.is_dir() and (origin := read_copy_manifest(folder)):
@@ -176,25 +170,6 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
     if tensors:
         facts["list"] = {name: f"{i.dtype} {list(i.shape)}" for name, i in checkpoint.tensors.items()}
     return facts
-
-
-def _trained_alike(path: Path, tags: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """The other deltas beside ``path`` whose tags say that they were trained alike, and those whose tags differ."""
-    from mpu_cli.files.manifest import delta_manifest
-    from mpu_cli.files.reader import open_checkpoint
-
-    alike: list[str] = []
-    unlike: list[str] = []
-    for other in sorted(islice(path.parent.glob("*.safetensors"), MAX_SIBLINGS)):
-        if other.is_symlink():
-            continue
-        try:
-            trained = delta_manifest(open_checkpoint(other, links=False).metadata, other).trained
-        except MpuError:
-            continue
-        if other != path and trained and trained.get("key") == tags.get("key"):
-            (alike if trained == tags else unlike).append(other.name)
-    return alike, unlike
 
 
 def _document(path: Path, head: bytes) -> dict[str, Any] | None:
@@ -245,11 +220,9 @@ def _table(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _folder(path: Path) -> dict[str, object] | None:
-    """What a directory that is not a checkpoint holds: a run, a sweep, a running sum, or deltas; else None."""
+    """What a directory that is not a checkpoint holds: a run or a sweep; else None."""
     from mpu_cli.commands.status import facts_of_folder
-    from mpu_cli.files.boundary import read_json_object
-    from mpu_cli.files.manifest import PLANNED, RESULTS, facts_of
-    from mpu_cli.files.reader import open_checkpoint
+    from mpu_cli.files.manifest import PLANNED, RESULTS
     from mpu_cli.files.resumption import read_lines
 
     if not path.is_dir() or list(path.glob("*.index.json")):
@@ -262,25 +235,8 @@ def _folder(path: Path) -> dict[str, object] | None:
     if (path / PLANNED).is_file():
         lines = read_lines(path / RESULTS, "choose another folder", links=False)
         return {"kind": "mpu sweep", "experiments done": [str(line.get("name")) for line in lines]}
-    if (path / "mpu.json").is_file() and (facts := read_json_object(path / "mpu.json", links=False)).get(
-        "format"
-    ) == "mpu-sums":
-        parts: Any = facts.get("parts") if isinstance(facts.get("parts"), list) else []
-        return {
-            "kind": "running sum of a round's deltas",
-            "run": facts.get("run"),
-            "round": facts.get("round"),
-            "copies in it": [part.get("copy") for part in parts if isinstance(part, dict)],
-            "norm": facts.get("norm"),
-        }
     if (path / "config.json").exists() or (path / "adapter_config.json").exists():
         return None
-    files = sorted(islice(path.glob("*.safetensors"), MAX_SIBLINGS))
-    formats = {
-        file.name: facts_of(open_checkpoint(file, links=False).metadata) for file in files if not file.is_symlink()
-    }
-    if formats and all(facts.get("format") == "mpu-delta" for facts in formats.values()):
-        return {"kind": "deltas", **{name: f"copy {facts.get('copy', 'of no run')}" for name, facts in formats.items()}}
     return None if (path / "model.safetensors").exists() else facts_of_folder(path)
 
 

@@ -196,7 +196,6 @@ SHOWN = 200  # characters of a message
 
 Text = Annotated[str, Meta(max_length=10_000)]
 Word = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.-]{1,80}\Z")]
-Hexadecimal = Annotated[str, Meta(pattern=r"\A[0-9a-f]{2,128}\Z")]
 Seed = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 RunName = Annotated[
     str, Meta(max_length=200, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]*\Z")

@@ -14,7 +14,7 @@ from concurrent.futures import Executor, Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -32,7 +32,7 @@ from mpu_cli.files.reader import (
 )
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import CheckpointWriter, TensorSpecs
-from mpu_cli.model.layout import Layout, TensorLayout
+from mpu_cli.model.layout import TensorLayout
 from mpu_cli.model.source import Model, carry_small_files, model_specs, write_json
 from mpu_cli.model.transform import TensorMap, as_matrix, measured_slices, row_slices
 from mpu_cli.observer import SILENT, Observer
@@ -107,58 +107,99 @@ def card(base: Model, keys: Keys, result: Aggregation, kind: str) -> str:
 # outlive large buffers fragment the heap.
 _Sums = tuple[list[list[float]], list[float], list[float]]
 
-NO_FINGERPRINTS = Fingerprints(())
-
 Begun = TypeVar("Begun")
 
 
-class Changes(Protocol):
-    """What is added up: for each tensor a change from each of ``deltas``, in the base's coordinates."""
+# The update of each data owner is combined from the deltas of its own copies, of a publication of the same base; the
+# model is the base plus the sum of the updates. Most rounds have one owner.
 
-    deltas: Sequence[Delta]
 
-    def changes(self, tensor: TensorLayout) -> Sequence[Change | None]: ...
+@dataclass(frozen=True)
+class Combined:
+    """What ``aggregate_owners`` made: each owner's update, and the cosines between them, float64 (owners, owners)."""
+
+    path: Path
+    updates: list[Aggregation]
+    cosines: torch.Tensor
+    rounding: float
+    step: ServerStep | None = None
+
+    def warnings(self) -> list[str]:
+        """What is probably wrong with each owner's update, a sentence each."""
+        return [f"run {update.keys.run}: {text}" for update in self.updates for text in update.warnings()]
+
+
+class _Together:
+    """The changes of all owners' deltas in the base's coordinates, one after the other."""
+
+    def __init__(self, undoings: Sequence[Undoing]):
+        self._undoings = undoings
+        self.deltas: Sequence[Delta] = [delta for undoing in undoings for delta in undoing.deltas]
+
+    def changes(self, tensor: TensorLayout) -> Sequence[Change | None]:
+        return [change for undoing in self._undoings for change in undoing.changes(tensor)]
 
 
 def aggregate(plan: AggregatePlan, *, observer: Observer = SILENT) -> Aggregation:
-    """Write θ + η·Δ̄ of a round with one data owner.
+    """Write θ + η·Δ̄ of a round with one data owner, as ``aggregate_owners``."""
+    [update] = aggregate_owners(plan, observer=observer).updates
+    return update
+
+
+def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Combined:
+    """Write θ + η·Σ_owners Δ̄.
 
     Raises MpuError if a norm is above ``--max-norm``, if the base is not the one that was published, for NaN and Inf,
     if no step suits ``--max-rise`` and, unless ``plan.force``, if the noise does not cancel.
     """
-    [owner], [weights] = plan.owners, plan.weights
-    undoing = Undoing(owner.deltas, owner.keys, plan.layout)
+    owners, options = plan.owners, plan.options
+    undoings = [Undoing(owner.deltas, owner.keys, plan.base.layout) for owner in owners]
+    together = _Together(undoings)
     with Transaction(force=plan.force) as transaction:
         folder = transaction.add(plan.out, directory=True)
+        steps = [1.0] * len(owners)
+        if options.step == RESTORE:  # each owner's average restores what it lost of that owner's changes
+            steps = [default_step(plan.base, *pair) for pair in zip(undoings, plan.weights, strict=True)]
+            options = replace(options, server_lr=1.0, probe=None)
+        weights = torch.cat([w * step for w, step in zip(plan.weights, steps, strict=True)])
 
         def write(into: Path, how: Aggregating) -> tuple[torch.Tensor, dict[str, Any]]:
-            return write_model(plan.base, undoing, plan.layout, weights, [owner.keys], how, into, observer)
+            return write_model(plan.base, together, weights, plan.publications, how, into, observer)
 
-        options, step = settle_server_lr(
-            plan.base, plan.options, write, plan.out, observer,
-            default=lambda: default_step(plan.base, undoing, plan.layout, weights),
-        )  # fmt: skip
+        options, chosen = settle_server_lr(plan.base, options, write, plan.out, observer)
         gram, facts = write(folder, options)
-        check_norms(gram, owner.deltas, options.max_norm, weights * options.rate)
-        result = replace(
-            agreement_of(owner, plan.out, gram),
-            **facts | {"planted": facts["planted"][0]},
-            step=step,
-            rate=options.rate,
-        )
-        result.check(plan.force)
-        (folder / CARD).write_text(card(plan.base, owner.keys, result, "model"), encoding="utf-8")
-    return result
+        # Of all owners together, too: each below the bound, they may still add up to more.
+        check_norms(gram, together.deltas, options.max_norm, weights * options.rate)
+        updates, picked, offset = [], torch.zeros(len(owners), len(weights), dtype=torch.float64), 0
+        for i, owner in enumerate(owners):
+            part = slice(offset, offset := offset + len(owner.deltas))
+            picked[i, part] = weights[part]
+            check_norms(gram[part, part], owner.deltas, options.max_norm, weights[part] * options.rate)
+            update = replace(
+                agreement_of(owner, plan.out, gram[part, part]),
+                rounding=facts["rounding"],
+                planted=facts["planted"][i],
+                outliers=facts["outliers"] if len(owners) == 1 else (),
+                step=chosen,
+                rate=steps[i] * options.rate,
+            )
+            update.check(plan.force)
+            updates.append(update)
+        if len(owners) == 1:
+            (folder / CARD).write_text(card(plan.base, owners[0].keys, updates[0], "model"), encoding="utf-8")
+    between = picked @ gram @ picked.T
+    norms = between.diagonal().clamp(min=0).sqrt()
+    return Combined(plan.out, updates, between / (norms[:, None] * norms[None, :]), facts["rounding"], chosen)
 
 
-def default_step(base: Model, undoing: Undoing, layout: Layout, weights: torch.Tensor) -> float:
+def default_step(base: Model, undoing: Undoing, weights: torch.Tensor) -> float:
     """How many times Σ_k w_k·(change k) to apply where nobody says: more than once if each copy was trained until it
     had forgotten, by ``restoring_step``. Reads a slice or two of each tensor."""
     deltas = undoing.deltas
     if len(deltas) < 2 or not all(delta.manifest.until_done for delta in deltas):
         return 1.0
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
-    for tensor in layout.parameters:
+    for tensor in base.layout.parameters:
         changes = undoing.changes(tensor)
         present = [change for change in changes if change is not None]
         if not present:
@@ -177,8 +218,7 @@ def default_step(base: Model, undoing: Undoing, layout: Layout, weights: torch.T
 
 def write_model(
     base: Model,
-    undoing: Changes,
-    layout: Layout,
+    changes: _Together,
     weights: torch.Tensor,
     publications: Sequence[Keys],
     options: Aggregating,
@@ -190,7 +230,7 @@ def write_model(
     An update that has too much of the copies' own noise is written once more, without. Returns the inner products of
     the changes, float64 (k, k), and what else became known, by fields of ``Aggregation``.
     """
-    how = (base, undoing, layout, weights, publications, options, folder, observer)
+    how = (base, changes, weights, publications, options, folder, observer)
     gram, facts = _write_model(*how, without_noise=False)
     if max(facts["planted"]) > PLANTED:
         for path in folder.iterdir():
@@ -201,10 +241,10 @@ def write_model(
 
 
 def _write_model(
-    base: Model, undoing: Changes, layout: Layout, weights: torch.Tensor, publications: Sequence[Keys],
-    options: Aggregating, folder: Path, observer: Observer, *, without_noise: bool,
+    base: Model, changes: _Together, weights: torch.Tensor, publications: Sequence[Keys], options: Aggregating,
+    folder: Path, observer: Observer, *, without_noise: bool,
 ) -> tuple[torch.Tensor, dict[str, Any]]:  # fmt: skip
-    source = base.checkpoint
+    source, layout = base.checkpoint, base.layout
     dtype = OPTION[options.dtype] if options.dtype else None
     specs = model_specs(source, layout, dtype)
     observer.stage("aggregate", source.nbytes)
@@ -213,7 +253,7 @@ def _write_model(
     facts: dict[str, object] = {"format": "mpu-model", "version": VERSION, **of_one}
     if any(keys.publication.shared_kappa for keys in publications):
         facts["permanent"] = True  # or the next round would be published without, unnoticed
-    deltas = undoing.deltas
+    deltas = changes.deltas
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
     rounding = torch.zeros(2, dtype=torch.float64)
     fingerprints = Fingerprints(publications)
@@ -227,11 +267,10 @@ def _write_model(
         def begin(tensor: TensorLayout) -> tuple[Iterator[bytes], list[Future[_Sums]]]:
             digesting = piece_digests(source, tensor.name, pool)
             if not tensor.constant:
-                before = source.tensor(tensor.name)
-                rates = weights * options.rate
                 return digesting, add_up(
-                    pool, tensor, before, undoing, rates, writer, fingerprints=fingerprints, without_noise=without_noise
-                )
+                    pool, tensor, source.tensor(tensor.name), changes, weights * options.rate, writer, fingerprints,
+                    without_noise=without_noise,
+                )  # fmt: skip
             writer.tensor(tensor.name).copy_(source.tensor(tensor.name))
             return digesting, []
 
@@ -284,21 +323,20 @@ def sums_of(adding: Sequence[Future[_Sums]]) -> tuple[torch.Tensor, torch.Tensor
 def add_up(
     pool: Executor,
     tensor: TensorLayout,
-    source: torch.Tensor | None,
-    undoing: Changes,
+    source: torch.Tensor,
+    owners_changes: _Together,
     rates: torch.Tensor,
     writer: CheckpointWriter,
+    fingerprints: Fingerprints,
     *,
-    fingerprints: Fingerprints = NO_FINGERPRINTS,
-    without_noise: bool = False,
+    without_noise: bool,
 ) -> list[Future[_Sums]]:
-    """Start writing ``source`` (None: zeros) plus the changes to one tensor times their rates; see ``sums_of``.
+    """Start writing ``source`` plus the changes to one tensor times their rates; see ``sums_of``.
 
     They are looked at for ``fingerprints``; ``without_noise``: and lose them.
     """
-    target = as_matrix(writer.tensor(tensor.name))
-    before = torch.zeros((), dtype=target.dtype).expand(target.shape) if source is None else as_matrix(source)
-    changes = undoing.changes(tensor)
+    target, before = as_matrix(writer.tensor(tensor.name)), as_matrix(source)
+    changes = owners_changes.changes(tensor)
     present_changes = [change for change in changes if change is not None]
     dtype = compute_dtype(
         *(NAME[d] for d in (before.dtype, target.dtype, *(d for c in present_changes for d in c.dtypes)))
@@ -319,7 +357,7 @@ def add_up(
         update = torch.zeros_like(clean)
         for k, (part, rate) in enumerate(zip(undone, rounded_rates, strict=True)):
             if part is not None:
-                check_finite(part, gram[k][k], undoing.deltas[k], tensor.name)
+                check_finite(part, gram[k][k], owners_changes.deltas[k], tensor.name)
                 update.view(-1).add_(part, alpha=rate)
         noise = [0.0] * (fingerprints.count + 1)
         if (measured or without_noise) and present_changes:
@@ -343,84 +381,6 @@ def add_up(
     return [pool.submit(work, *bounds, i in looked_at) for i, bounds in enumerate(slices)]
 
 
-# Several data owners in one round: each unlearned on copies of its own publication of the same base.
-#
-# Each owner's update is combined from its own copies' deltas; the model is the base plus the sum of the updates.
-
-
-@dataclass(frozen=True)
-class Combined:
-    """What ``aggregate_owners`` made: each owner's update, and the cosines between them, float64 (owners, owners)."""
-
-    path: Path
-    publications: list[Keys]
-    updates: list[Aggregation]
-    cosines: torch.Tensor
-    rounding: float
-    step: ServerStep | None = None
-
-    def warnings(self) -> list[str]:
-        """What is probably wrong with each owner's update, a sentence each."""
-        return [f"run {keys.run}: {text}" for keys, update in zip(self.publications, self.updates, strict=True)
-                for text in update.warnings()]  # fmt: skip
-
-
-class _Together:
-    """The changes of all owners' deltas, one after the other."""
-
-    def __init__(self, undoings: Sequence[Undoing]):
-        self._undoings = undoings
-        self.deltas: Sequence[Delta] = [delta for undoing in undoings for delta in undoing.deltas]
-
-    def changes(self, tensor: TensorLayout) -> Sequence[Change | None]:
-        return [change for undoing in self._undoings for change in undoing.changes(tensor)]
-
-
-def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Combined:
-    """Write θ + η·Σ_owners Δ̄.
-
-    Raises MpuError as ``aggregate`` does, for whichever owner it is, and if the publications are of different bases.
-    """
-    owners, options, weights = plan.owners, plan.options, torch.cat(plan.weights)
-    undoings = [Undoing(owner.deltas, owner.keys, plan.layout) for owner in owners]
-    together = _Together(undoings)
-    with Transaction(force=plan.force) as transaction:
-        folder = transaction.add(plan.out, directory=True)
-
-        def write(into: Path, how: Aggregating) -> tuple[torch.Tensor, dict[str, Any]]:
-            return write_model(plan.base, together, plan.layout, weights, plan.publications, how, into, observer)
-
-        if options.step == RESTORE:  # each owner's average restores what it lost of that owner's changes
-            pairs = list(zip(undoings, plan.weights, strict=True))
-            weights = torch.cat([w * default_step(plan.base, undoing, plan.layout, w) for undoing, w in pairs])
-        options, step = settle_server_lr(plan.base, options, write, plan.out, observer, default=lambda: 1.0)
-        gram, facts = write(folder, options)
-        # Of all owners together, too: each below the bound, they may still add up to more.
-        check_norms(gram, together.deltas, options.max_norm, weights * options.rate)
-        updates, picked, offset = [], torch.zeros(len(owners), len(weights), dtype=torch.float64), 0
-        for i, owner in enumerate(owners):
-            owner_slice = slice(offset, offset := offset + len(owner.deltas))
-            picked[i, owner_slice] = weights[owner_slice]
-            check_norms(
-                gram[owner_slice, owner_slice],
-                owner.deltas,
-                options.max_norm,
-                weights[owner_slice] * options.rate,
-            )
-            result = replace(
-                agreement_of(owner, plan.out, gram[owner_slice, owner_slice]),
-                rounding=facts["rounding"],
-                planted=facts["planted"][i],
-            )
-            result.check(plan.force)
-            updates.append(result)
-    between = picked @ gram @ picked.T
-    norms = between.diagonal().clamp(min=0).sqrt()
-    return Combined(
-        plan.out, plan.publications, updates, between / (norms[:, None] * norms[None, :]), facts["rounding"], step
-    )
-
-
 # Aggregating LoRA deltas into one peft adapter for the base.
 
 
@@ -430,13 +390,13 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
     Its factors are the inverted factors side by side: B = [η·w₁B₁ … η·w_mB_m], A = [A₁ … A_m], so nothing is lost.
     Raises MpuError as ``aggregate`` does.
     """
-    base, layout, options, [owner], [weights] = plan.base, plan.layout, plan.options, plan.owners, plan.weights
+    base, layout, options, [owner], [weights] = plan.base, plan.base.layout, plan.options, plan.owners, plan.weights
     deltas, keys = owner.deltas, owner.keys
     with worker_pool() as pool:
         check_base(base, keys, pool)
     undoing = Undoing(deltas, keys, layout)
     restores = options.step == RESTORE
-    rate = default_step(base, undoing, layout, weights) if restores else options.rate
+    rate = default_step(base, undoing, weights) if restores else options.rate
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
     tensors: dict[str, torch.Tensor] = {}
     outliers: list[tuple[str, int, float]] = []

@@ -30,7 +30,6 @@ from mpu_cli.model.layout import EMBEDDING, Layout, Shallow, TensorLayout, witho
 from mpu_cli.model.source import Model
 from mpu_cli.model.transform import TensorMap, as_matrix, row_slices
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.publishing import Aggregating
 from mpu_cli.protocol.keys import Keys
 
 OUTLIER = 10.0  # warn if a copy changes a tensor more than this many times as much as any other copy
@@ -94,18 +93,15 @@ def open_deltas(paths: Iterable[Path], keys: Keys) -> list[Delta]:
     return [deltas[copy] for copy in sorted(deltas)]
 
 
-def check_delta(delta: Delta, base: Model, layout: Layout, copies: Shallow) -> None:
-    """Raise MpuError unless the delta has the tensors of the base, with ``layout``, that its ``copies`` have."""
-    if delta.manifest.inverted:
-        layout = replace(layout, tensors={name: layout.tensors[name] for name in copies.names})
-    else:
-        layout = copies.layout
-    delta_names = {name: name if delta.manifest.inverted else copied for name, copied in copies.names.items()}
-    check_tensors(delta, layout, {delta_names[name]: base.checkpoint.tensors[name].shape for name in delta_names})
-
-
-def check_tensors(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise MpuError unless the delta has the tensors that its kind requires for a base of these shapes."""
+def check_delta(delta: Delta, base: Model, copies: Shallow) -> None:
+    """Raise MpuError unless the delta has the tensors that its kind requires of those of the base in its ``copies``."""
+    inverted = delta.manifest.inverted
+    shapes = {
+        name if inverted else copied: base.checkpoint.tensors[name].shape for name, copied in copies.names.items()
+    }
+    layout = copies.layout
+    if inverted:
+        layout = replace(base.layout, tensors={name: base.layout.tensors[name] for name in copies.names})
     tensors = delta.checkpoint.tensors
     if delta.manifest.kind == "lora":
         expected = _factor_shapes(delta, layout, shapes)
@@ -221,31 +217,23 @@ def check_norms(
             )
 
 
-def check_round(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggregating) -> tuple[Layout, torch.Tensor]:
-    """The base's layout and the weights, float64 (m,), after checking that every copy has a delta that fits."""
+def check_round(base: Model, deltas: Sequence[Delta], keys: Keys) -> None:
+    """Raise MpuError unless every copy has a delta, and they fit the base and each other."""
     if missing := set(range(1, keys.copies + 1)) - {delta.copy for delta in deltas}:
         lacking = f"{', '.join(map(str, sorted(missing)))} of run {keys.run}, round {keys.round}"
         raise MpuError(
             f"no delta for copy {lacking}: all {keys.copies} of a publication are needed",
             "wait for it, or leave out these --keys (`mpu inspect KEYS` prints the run)",
         )
-    return check_fits(base, deltas, keys, options), keys.publication.scheme.weights
-
-
-def check_fits(base: Model, deltas: Sequence[Delta], keys: Keys, options: Aggregating) -> Layout:
-    """The base's layout, after checking that the deltas fit it and each other."""
-    options.check_step()
-    layout = base.layout
     try:
-        copies = without_layers(layout, keys.publication.omitted)
+        copies = without_layers(base.layout, keys.publication.omitted)
         for delta in deltas:
-            check_delta(delta, base, layout, copies)
+            check_delta(delta, base, copies)
     except MpuError:
         with worker_pool() as pool:  # a delta does not fit: is that its fault, or the base's?
             check_base(base, keys, pool)
         raise
     check_same_tensors(deltas, copies)
-    return layout
 
 
 def check_base(base: Model, keys: Keys, pool: Executor, digest: str | None = None) -> None:
@@ -362,7 +350,7 @@ def invert(
         raise MpuError(f"{delta.path}: is already inverted", "pass it to `mpu aggregate` as it is")
     layout = base.layout
     copies = without_layers(layout, keys.publication.omitted)
-    check_delta(delta, base, layout, copies)
+    check_delta(delta, base, copies)
     undoing = Undoing([delta], keys, layout)
     held_of = {t.name: undoing.names(t)[0] for t in layout.parameters if t.name in copies.names}
     held_tensors = delta.checkpoint.tensors

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.files.manifest import TAGS, VERSIONS, DeltaManifest, delta_manifest
+from mpu_cli.files.manifest import TAGS, VERSIONS, delta_manifest
 from mpu_cli.files.reader import LOST_TO_ROUNDING, OPTION, open_checkpoint, quoted_list
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import nbytes_of
-from mpu_cli.model.layout import Layout
 from mpu_cli.model.source import Model, model_specs, open_model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.publishing import AUTO, RESTORE, Aggregating, ServerRate
+from mpu_cli.options.publishing import AUTO, Aggregating, ServerRate
 from mpu_cli.options.unlearning import RecordFormat
 from mpu_cli.protocol.deltas import Delta, check_round, delta_paths, open_deltas, trained_differently
 from mpu_cli.protocol.keys import Keys
@@ -74,17 +73,12 @@ def settle_server_lr(
     write: Callable[[Path, Aggregating], object],
     beside: Path,
     observer: Observer = SILENT,
-    *,
-    default: Callable[[], float],
 ) -> tuple[Aggregating, ServerStep | None]:
     """``options`` with a number for ``server_lr``, and how it was found if that took records.
 
-    ``default`` gives the number where the options leave it open; ``write`` writes the model with the update times what
-    the options say into a folder, which is made beside ``beside``. Raises MpuError if already the smallest step costs
-    too much.
+    ``write`` writes the model with the update times what the options say into a folder, which is made beside
+    ``beside``. Raises MpuError if already the smallest step costs too much.
     """
-    if options.step == RESTORE:
-        return replace(options, server_lr=default(), probe=None), None
     if options.step != AUTO:
         return options, None
     assert options.probe is not None  # Aggregating checks it
@@ -247,17 +241,8 @@ class Aggregation:
 
 
 def agreement_of(owner: Owner, path: Path, gram: torch.Tensor) -> Aggregation:
-    """As ``agreement``, of the deltas of ``owner``."""
-    manifests = {delta.copy: delta.manifest for delta in owner.deltas}
-    return agreement(path, gram, owner.keys, manifests, {delta.copy: delta.path for delta in owner.deltas})
-
-
-def agreement(
-    path: Path, gram: torch.Tensor, keys: Keys, manifests: Mapping[int, DeltaManifest], deltas: Mapping[int, Path]
-) -> Aggregation:
-    """How the copies agree, from the inner products of their undone deltas, float64 (m, m), and each one's manifest and
-    file."""
-    scheme = keys.publication.scheme
+    """How an owner's copies agree, from the inner products of their undone deltas, float64 (m, m)."""
+    keys, scheme = owner.keys, owner.keys.publication.scheme
     weights = scheme.weights
     norms = gram.diagonal().sqrt()
     norm = float((weights @ gram @ weights).clamp(min=0).sqrt())
@@ -265,15 +250,15 @@ def agreement(
     return Aggregation(
         path=path,
         keys=keys,
-        deltas=deltas,
+        deltas={delta.copy: delta.path for delta in owner.deltas},
         norms=norms.tolist(),
         cosines=((gram @ weights) / (norms * norm)).tolist(),
         pairwise=float(cosines.nan_to_num(1.0).min()),
         norm=norm,
         rounding=0.0,
         error=error_estimate(scheme, gram, keys.publication.permanent),
-        trained_differently=trained_differently({copy: m.trained for copy, m in manifests.items()}),
-        algorithms=tuple(manifest.algorithm for manifest in manifests.values()),
+        trained_differently=owner.trained_differently,
+        algorithms=owner.algorithms,
     )
 
 
@@ -284,27 +269,39 @@ class Owner:
     keys: Keys
     deltas: list[Delta]
 
+    @property
+    def trained_differently(self) -> tuple[tuple[int, int, str], ...]:
+        """A copy, a later one, and the tag in which they differ."""
+        return trained_differently({delta.copy: delta.manifest.trained for delta in self.deltas})
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        return tuple(delta.manifest.algorithm for delta in self.deltas)
+
 
 @dataclass(frozen=True)
 class AggregatePlan:
     """What aggregating a round will read and write.
 
-    ``weights``: of each owner's deltas, float64 (copies,); ``as_adapter``: write a peft adapter, not a model;
-    ``force``: replace what exists, and aggregate what is known not to belong together.
+    ``as_adapter``: write a peft adapter, not a model; ``force``: replace what exists, and aggregate what is known not
+    to belong together.
     """
 
     base: Model
     owners: tuple[Owner, ...]
     options: Aggregating
     out: Path
-    layout: Layout
-    weights: tuple[torch.Tensor, ...]
     as_adapter: bool = False
     force: bool = False
 
     @property
     def deltas(self) -> list[Delta]:
         return [delta for owner in self.owners for delta in owner.deltas]
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """Of each owner's deltas, float64 (copies,)."""
+        return [owner.keys.publication.scheme.weights for owner in self.owners]
 
     @property
     def publications(self) -> list[Keys]:
@@ -314,15 +311,14 @@ class AggregatePlan:
         """A sentence for each way in which an owner's deltas say that their copies were trained differently."""
         said: list[str] = []
         for owner in self.owners:
-            tags = {delta.copy: delta.manifest.trained for delta in owner.deltas}
-            said += differences(trained_differently(tags), [delta.manifest.algorithm for delta in owner.deltas])
+            said += differences(owner.trained_differently, owner.algorithms)
         return said
 
     @property
     def nbytes(self) -> int:
         """The size of the model that is written."""
         dtype = OPTION[self.options.dtype] if self.options.dtype else None
-        return nbytes_of(model_specs(self.base.checkpoint, self.layout, dtype))
+        return nbytes_of(model_specs(self.base.checkpoint, self.base.layout, dtype))
 
 
 def owners_of(paths: Sequence[Path], publications: Sequence[Keys]) -> list[Owner]:
@@ -359,21 +355,19 @@ def plan_aggregate(
     """
     if as_adapter:
         _check_adapter(owners, options)
-    rounds = [check_round(base, owner.deltas, owner.keys, options) for owner in owners]
+    options.check_step()
+    for owner in owners:
+        check_round(base, owner.deltas, owner.keys)
     for owner in owners if not force else ():
         paths = {delta.copy: delta.path for delta in owner.deltas}
-        for earlier_copy, other, tag in trained_differently(
-            {delta.copy: delta.manifest.trained for delta in owner.deltas}
-        ):
+        for earlier_copy, other, tag in owner.trained_differently:
             if tag != VERSIONS:  # which may make no difference: what it makes shows in the estimate
                 raise MpuError(
                     f"{paths[other]}: was trained with different {TAGS.get(tag, tag)} than {paths[earlier_copy]}, so "
                     "the noise does not cancel",
                     "ask for both to be trained alike, or use --force",
                 )
-    return AggregatePlan(
-        base, tuple(owners), options, out, rounds[0][0], tuple(weights for _, weights in rounds), as_adapter, force
-    )  # fmt: skip
+    return AggregatePlan(base, tuple(owners), options, out, as_adapter, force)
 
 
 def _check_adapter(owners: Sequence[Owner], options: Aggregating) -> None:

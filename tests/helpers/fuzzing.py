@@ -54,7 +54,6 @@ from mpu_cli.observer import Observer
 from mpu_cli.protocol.keys import BaseIdentity, Keys, seal, unseal
 from mpu_cli.protocol.publication import Publication
 from mpu_cli.protocol.register import read_register
-from mpu_cli.protocol.running import read_running
 from mpu_cli.records.encode import Encoding
 from mpu_cli.records.forms import question
 from mpu_cli.records.read import read_records
@@ -221,7 +220,6 @@ def _keys(folder: Path) -> None:
     noise = publication.noise([1])
     scales = publication.scales(publication.kappa, publication.shared_kappa)
     noise.of_copies(noise.draws(noise.subkeys("x", scales), 0, 8, torch.float32), scales)
-    read_running(folder / "sums", keys)
 
 
 def _reseal(folder: Path, draw: random.Random) -> None:
@@ -328,14 +326,11 @@ def make_seeds(folder: Path) -> Path:
 
 
 def _make_documents(folder: Path, copy: Path) -> None:
-    """What mpu writes besides checkpoints: results, ledgers, keys, sums, an adapter, a run."""
+    """What mpu writes besides checkpoints: results, ledgers, keys, an adapter, a run."""
     identity = pyrage.x25519.Identity.generate()
     publication = Publication(seed=bytes(32), run="run", shared_kappa=0.1, permanent_seed=bytes(32), omitted=(1,))
     base = BaseIdentity("/models/base", "/models/base/config.json", "blake3:" + "0" * 64)
     keys = Keys(publication, {"x": 0.1}, ("a", "b", "c"), base, "/models/public", {"x": 0.2})
-    sums = {"format": "mpu-sums", "version": 2, "run": "run", "round": 1, "copy_ids": ["a", "b", "c"], "norm": 1.5,
-            "parts": [{"copy": 1, "names": "ab" * 32, "norm": 1.5, "cosine": None, "algorithm": "npo",
-                       "trained": {"key": "ab"}}]}  # fmt: skip
     mechanism = {"noise_multiplier": 1.5, "sample_rate": 0.5, "steps": 3}
     ledger = [
         {"time": "2026-01-01T00:00:00+00:00", "identity": "i", "run": "run", "round": 1, "copy": 1, "weights": "w",
@@ -356,8 +351,6 @@ def _make_documents(folder: Path, copy: Path) -> None:
         (folder / name).mkdir()
     (folder / "keys/identity.txt").write_text(str(identity))
     (folder / "keys/keys.bin").write_bytes(seal(keys, [identity.to_public()], secret=bytes(32)))
-    (folder / "keys/sums").mkdir()
-    (folder / "keys/sums/mpu.json").write_text(json.dumps(sums))
     for name, lines in (("ledger", ledger), ("published", [register]), ("answered", answered)):
         (folder / f"documents/{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "documents/recipe.toml").write_text("[unlearn]\nalgo = ['npo', 'graddiff']\nlr = 1e-5\n")
@@ -411,7 +404,6 @@ TARGETS: dict[str, tuple[str, Callable[[Path, random.Random], None], Callable[[P
     "reply": ("reply", _json_file("reply.json"), _reply),
     "keys": ("keys", _reseal, _keys),
     "keys, sealed": ("keys", _bytes_of("keys.bin"), _describe_and_read("keys.bin")),
-    "sum": ("keys", _json_file("sums/mpu.json"), _describe_and_read("sums", lambda path: _keys(path.parent))),
     "ledger": ("documents", _line_of("ledger.jsonl"), _describe_and_read("ledger.jsonl", read_ledger)),
     "register": ("documents", _line_of("published.jsonl"), _describe_and_read("published.jsonl", read_register)),
     "answered": ("documents", _line_of("answered.jsonl"), _read_answers),
@@ -458,7 +450,6 @@ READERS: dict[str, tuple[str, ...] | str] = {
     "model/staging.py": ("adapter config", "adapter weights", "special tokens", "added tokens", "chat template"),
     "protocol/keys.py": ("keys", "keys, sealed"),
     "protocol/register.py": ("register",),
-    "protocol/running.py": ("sum",),
     "records/encode.py": "--template-option",
     "records/forms.py": ("records",),
     "records/read.py": ("records",),

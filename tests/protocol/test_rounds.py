@@ -1,9 +1,8 @@
-"""Deltas one at a time, several owners, and the length of the step."""
+"""One copy at a time, several owners, and the length of the step."""
 
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,70 +12,6 @@ from safetensors.torch import load_file
 
 from mpu_cli.model.network import read_answers
 from tests.helpers.models import DemoModel, load, random_model, save, write_records
-
-
-class TestRunningSum:
-    """Deltas one at a time, as they arrive."""
-
-    @pytest.fixture
-    def folder(self, tmp_path: Path) -> Path:
-        save(random_model("llama"), tmp_path / "base")
-        write_records(tmp_path / "forget.jsonl", 4, 1)
-        return tmp_path
-
-    def deltas(self, mpu: Callable, folder: Path, copies: int, *more: object) -> list[Path]:
-        outcome = mpu("publish", "base", "--copies", copies, "--kappa", 0.05, "--seed", 1, cwd=folder)
-        return [
-            Path(mpu("unlearn", copy, "--algo", "gradascent", "--epochs", 1, "--template", "plain", *more,
-                     cwd=folder).out.strip())
-            for copy in outcome.out.split()
-        ]  # fmt: skip
-
-    @pytest.mark.parametrize("more", [(), ("--lora-rank", 2)])
-    def test_is_the_aggregate(self, mpu: Callable, folder: Path, more: tuple) -> None:
-        """To the last bits, in any order; what was added can be deleted. All is known of two copies."""
-        first_path, second_path = self.deltas(mpu, folder, 2, "--lr", "1e-2", *more)
-        aggregate_report = mpu("aggregate", "deltas", "--json", cwd=folder).json
-        document = mpu("aggregate", second_path, "--running", "sums", "--json", cwd=folder).json
-        assert (document["copies"], document["missing"]) == ([2], [1])
-        assert mpu("inspect", "sums", "--json", cwd=folder).json["copies in it"] == [2]
-        (folder / second_path).unlink()
-        again = mpu("aggregate", first_path, "--running", "sums", "--out", "later", "--json", cwd=folder).json
-        assert not (folder / "sums").exists()
-        expected, actual = (load_file(folder / name / "model.safetensors") for name in ("unlearned", "later"))
-        base = load_file(folder / "base/model.safetensors")
-        for name, weights in expected.items():
-            error = (actual[name] - weights).norm()
-            assert error <= 1e-6 * (weights - base[name]).norm() + 1e-7 * weights.norm(), name
-        for name in ("norm", "smallest_pairwise_cosine"):
-            assert again[name] == pytest.approx(aggregate_report[name], rel=1e-5)
-        assert again["error_estimate"]["relative"] == pytest.approx(
-            aggregate_report["error_estimate"]["relative"], rel=1e-3
-        )
-        assert [copy["norm"] for copy in again["copies"]] == pytest.approx(
-            [c["norm"] for c in aggregate_report["copies"]]
-        )
-
-    @pytest.mark.slow
-    def test_three_copies_and_what_is_refused(self, mpu: Callable, folder: Path) -> None:
-        first_path, second_path, third_path = self.deltas(mpu, folder, 3)
-        mpu("aggregate", first_path, "--running", "sums", cwd=folder)
-        before = (folder / "sums/mpu.json").read_bytes()
-        twice = mpu("aggregate", first_path, "--running", "sums", check=False, cwd=folder)
-        assert "already in sums" in twice.err
-        assert twice.is_one_error
-        assert (folder / "sums/mpu.json").read_bytes() == before
-        assert "no running sum" in mpu("aggregate", second_path, "--running", "base", check=False, cwd=folder).err
-        shutil.move(folder / "keys.bin", folder / "other.bin")
-        mpu("publish", "base", "--copies", 3, "--seed", 2, "--out", "again", cwd=folder)
-        other = mpu("unlearn", "again/copy_2", "--algo", "gradascent", "--epochs", 1, "--template", "plain",
-                    "--out", "other.safetensors", cwd=folder).out.strip()  # fmt: skip
-        assert "another publication" in mpu("aggregate", other, "--running", "sums", check=False, cwd=folder).err
-        shutil.move(folder / "other.bin", folder / "keys.bin")
-        document = mpu("aggregate", second_path, third_path, "--running", "sums", "--json", cwd=folder).json
-        aggregate_report = mpu("aggregate", "deltas", "--out", "whole", "--json", cwd=folder).json
-        assert document["norm"] == pytest.approx(aggregate_report["norm"], rel=1e-5)
-        assert 0.5 < document["smallest_pairwise_cosine"] <= 1
 
 
 def test_one_copy_at_a_time(mpu: Callable, tmp_path: Path) -> None:
