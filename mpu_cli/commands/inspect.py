@@ -241,7 +241,7 @@ def _folder(path: Path) -> dict[str, object] | None:
 
 
 def _belonging(origin: CopyManifest) -> dict[str, object]:
-    lacks = {"layers left out": ", ".join(map(str, origin.omitted))} if origin.omitted else {}
+    lacks = {"layers left out": ", ".join(map(str, origin.omitted_layers))} if origin.omitted_layers else {}
     return {"run": origin.run, "round": origin.round, "copy": f"{origin.copy} of {origin.copies}",
             "symmetries": origin.symmetries or "not stated", **lacks}  # fmt: skip
 

@@ -16,7 +16,7 @@ import secrets
 import stat
 import tarfile
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, BinaryIO, TypeVar
@@ -205,7 +205,7 @@ LayerNumber = Annotated[int, Meta(ge=0, lt=MAX_LAYERS)]
 Scale = Annotated[float, Meta(ge=0, le=1e300)]
 Above0 = Annotated[float, Meta(gt=0, le=1e300)]
 Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
-Layers = Annotated[list[LayerNumber], Meta(max_length=MAX_LAYERS)]
+Layers = Annotated[tuple[LayerNumber, ...], Meta(max_length=MAX_LAYERS)]
 Numbers = Annotated[dict[Word, Finite], Meta(max_length=MAX_FACTS)]
 Words = Annotated[dict[Word, Word], Meta(max_length=MAX_FACTS)]
 
@@ -279,8 +279,8 @@ def as_entries(document: Document) -> dict[str, object]:
     return entries
 
 
-def is_ascending(numbers: list[int]) -> bool:
-    return numbers == sorted(set(numbers))
+def is_ascending(numbers: Sequence[int]) -> bool:
+    return list(numbers) == sorted(set(numbers))
 
 
 def _in_words(error: Exception) -> str:

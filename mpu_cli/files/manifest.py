@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from msgspec import Meta, field
+from msgspec import Meta
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.boundary import (
@@ -42,6 +42,7 @@ TAGS = {  # of a delta's training, in words
     "versions": "library versions",
 }
 VERSIONS = "versions"
+NoiseShare = Annotated[float, Meta(ge=0, le=100)]
 
 
 @dataclass(frozen=True)
@@ -49,32 +50,35 @@ class CopyManifest:
     """Which copy of which publication a directory holds. ``copy`` counts from 1.
 
     ``symmetries`` is the set that its coordinates are drawn from. It is not a secret: the client's optimiser must suit
-    it. ``omitted``: the base's layers that it lacks, counted from 0, which anyone who has the public model can tell.
-    ``noise``: the RMS of its permanent noise as a share of that of its weights, from which the client knows how far to
-    unlearn; 0 if there is none.
+    it. ``omitted_layers``: the base's layers that it lacks, counted from 0, which anyone who has the public model can
+    tell. ``noise``: the RMS of its permanent noise as a share of that of its weights, from which the client knows how
+    far to unlearn; 0 if there is none.
     """
 
-    run: str
-    round: int
-    copy: int
-    copies: int
-    copy_id: str
-    symmetries: str | None = None
-    omitted: tuple[int, ...] = ()
-    noise: float = 0.0
+    run: RunName
+    round: Count
+    copy: Count
+    copies: Count
+    copy_id: Word
+    symmetries: Word | None = None
+    omitted_layers: Layers = ()
+    noise: NoiseShare = 0.0
 
     def facts(self) -> dict[str, object]:
-        facts = asdict(self)
-        optional = {"omitted_layers": list(facts.pop("omitted")), "noise": facts.pop("noise")}
-        return facts | {name: value for name, value in optional.items() if value}
+        """What is in ``mpu.json``, and in the metadata of the weights and of deltas."""
+        return {
+            name: list(value) if name == "omitted_layers" else value
+            for name, value in asdict(self).items()
+            if value or name not in ("omitted_layers", "noise")
+        }
 
 
 @dataclass(frozen=True)
 class ModelManifest:
     """The round that made a model, and its run; ``permanent``: whether its copies had permanent noise."""
 
-    run: str
-    round: int
+    run: RunName
+    round: Count
     permanent: bool = False
 
 
@@ -96,22 +100,6 @@ class DeltaManifest:
     until_done: bool = False
 
 
-NoiseShare = Annotated[float, Meta(ge=0, le=100)]
-
-
-class _CopyFacts(Document):
-    """What of a copy is in ``mpu.json``, and in the metadata of its weights and of its deltas."""
-
-    run: RunName
-    round: Count
-    copy: Count
-    copies: Count
-    copy_id: Word
-    symmetries: Word | None = None
-    omitted_layers: Layers = field(default_factory=list)
-    noise: NoiseShare = 0.0
-
-
 class _DeltaFacts(Document):
     algorithm: Word
     kind: Literal["full", "lora"]
@@ -119,12 +107,6 @@ class _DeltaFacts(Document):
     privacy: Numbers | None = None
     trained: Words | None = None
     until_done: bool = False
-
-
-class _ModelFacts(Document):
-    run: RunName
-    round: Count
-    permanent: bool = False
 
 
 def copy_facts(manifest: CopyManifest) -> dict[str, object]:
@@ -180,8 +162,7 @@ def read_model_manifest(folder: Path) -> ModelManifest | None:
     entries = read_json_object(path, links=False)
     if entries.get("format") != "mpu-model" or "run" not in entries:
         return None
-    facts = _parse(_ModelFacts, entries, path)
-    return ModelManifest(facts.run, facts.round, facts.permanent)
+    return _parse(ModelManifest, entries, path)
 
 
 def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
@@ -196,7 +177,7 @@ def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
     )
 
 
-FactsOf = TypeVar("FactsOf", bound=Document)
+FactsOf = TypeVar("FactsOf")
 
 
 def _parse(schema: type[FactsOf], entries: Mapping[str, object], path: Path) -> FactsOf:
@@ -210,17 +191,14 @@ def _parse(schema: type[FactsOf], entries: Mapping[str, object], path: Path) -> 
 
 
 def _copy_manifest(entries: Mapping[str, object], path: Path) -> CopyManifest:
-    facts = _parse(_CopyFacts, entries, path)
+    facts = _parse(CopyManifest, entries, path)
     if not facts.run.isprintable():
         raise MpuError(f"{path}: its run is not a name", "get it again")
     if facts.copy > facts.copies:
         raise MpuError(f"{path}: claims to be copy {facts.copy} of {facts.copies}", "get it again")
     if not is_ascending(facts.omitted_layers):
         raise MpuError(f"{path}: the layers that it lacks are not ascending numbers", "get it again")
-    return CopyManifest(
-        facts.run, facts.round, facts.copy, facts.copies, facts.copy_id, facts.symmetries,
-        tuple(facts.omitted_layers), facts.noise,
-    )  # fmt: skip
+    return facts
 
 
 # Where outputs go if no option says: names that hold the round, so that the next one does not collide with it.

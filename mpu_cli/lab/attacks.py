@@ -84,7 +84,7 @@ def audit(
 def _omitted_layers(copies: Sequence[Model]) -> tuple[int, ...]:
     """The layers that the copies say they lack. Raises MpuError if they do not agree."""
     manifests = [read_copy_manifest(copy.folder, copy.checkpoint.metadata) for copy in copies]
-    omitted = {manifest.omitted if manifest else () for manifest in manifests}
+    omitted = {manifest.omitted_layers if manifest else () for manifest in manifests}
     if len(omitted) > 1:
         raise MpuError(f"{copies[0].source}: the copies lack different layers", "audit those of one publication")
     return omitted.pop() if omitted else ()

@@ -77,10 +77,8 @@ class Copies(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PermanentNoise(Options):
-    """Noise that is the same in every copy."""
-
-    PANEL: ClassVar[str] = "Noise and symmetries"
+class Disguise(Copies):
+    """What every copy of a publication is hidden in."""
 
     permanent_noise: float | None = option(
         None,
@@ -89,14 +87,6 @@ class PermanentNoise(Options):
         metavar="ETA",
         least=0,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mark(Options):
-    """Noise by which a publication's copies are told from those of others."""
-
-    PANEL: ClassVar[str] = "Noise and symmetries"
-
     mark: float | None = option(
         None,
         "Size of the mark by which `mpu trace` finds the publication that a model came from, as a share of a copy's "
@@ -104,31 +94,12 @@ class Mark(Options):
         metavar="SHARE",
         least=0,
     )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Depth(Options):
-    """Which of the model's layers the copies have."""
-
-    PANEL: ClassVar[str] = "Noise and symmetries"
-
     omit_layers: str | None = option(
         None,
         "Layers to leave out of every copy, counted from 0, such as 13-16: copies are smaller and know less, and the "
         "update leaves these layers as they are.",
         metavar="LAYERS",
     )
-
-    @property
-    def omitted_layers(self) -> tuple[int, ...]:
-        """The layers that no copy has, counted from 0. Raises UsageError."""
-        return parse_layers(self.omit_layers) if self.omit_layers else ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Disguise(Depth, Mark, PermanentNoise, Copies):
-    """What every copy of a publication is hidden in."""
-
     kappa: float | None = option(
         None,
         "Scale of the noise that cancels: σ of a block = κ · RMS of its task vector. --pretrained, with neither this "
@@ -147,6 +118,11 @@ class Disguise(Depth, Mark, PermanentNoise, Copies):
         metavar="SHARE",
         above=0,
     )
+
+    @property
+    def omitted_layers(self) -> tuple[int, ...]:
+        """The layers that no copy has, counted from 0. Raises UsageError."""
+        return parse_layers(self.omit_layers) if self.omit_layers else ()
 
     @property
     def sets_scale(self) -> bool:

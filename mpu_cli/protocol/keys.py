@@ -24,7 +24,6 @@ from mpu_cli.files.boundary import (
     Seed,
     Text,
     Word,
-    as_entries,
     is_ascending,
     parse_document,
 )
@@ -50,21 +49,13 @@ class NoiseEntries(Document):
     factors: Annotated[list[Finite], Meta(min_length=1, max_length=MOST_COPIES)]
 
 
-class BaseEntries(Document):
+@dataclass(frozen=True)
+class BaseIdentity:
+    """Which model was published: its location, its fingerprint, and the config that describes it."""
+
     path: Text
     config: Text
     fingerprint: Text
-
-
-class CalibrationEntries(Document):
-    epsilon: Scale
-    delta: Scale
-    sensitivity: Scale
-    adversary: Word
-    bound: Word
-    rounds: Count
-    sigma: Scale
-    shared_sigma: Scale
 
 
 class KeyEntries(Document, forbid_unknown_fields=True):
@@ -79,31 +70,20 @@ class KeyEntries(Document, forbid_unknown_fields=True):
     symmetries: Word
     sigma: dict[str, Scale]
     copy_ids: Annotated[list[Word], Meta(min_length=1, max_length=MOST_COPIES)]
-    base: BaseEntries
+    base: BaseIdentity
     reference: Text | None
     shared_kappa: Scale = 0.0
     shared_sigma: dict[str, Scale] = msgspec.field(default_factory=dict)
-    calibration: CalibrationEntries | None = None
-    omitted_layers: Layers = msgspec.field(default_factory=list)
+    calibration: Calibration | None = None
+    omitted_layers: Layers = ()
     permanent_seed: Seed | None = None
-    grouped: bool = False
-    names_in_memory: bool = False
     mark: Scale = 0.0
     recipients: dict[Word, Text] = msgspec.field(default_factory=dict)
     authenticator: Text | None = None
 
 
-FORMAT, VERSION = "mpu-keys", 8
+FORMAT, VERSION = "mpu-keys", 9
 MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
-
-
-@dataclass(frozen=True)
-class BaseIdentity:
-    """Which model was published: its location, its fingerprint, and the config that describes it."""
-
-    path: str
-    config: str
-    fingerprint: str
 
 
 @dataclass(frozen=True)
@@ -164,8 +144,6 @@ def _facts(keys: Keys) -> dict[str, object]:
         "calibration": asdict(publication.calibration) if publication.calibration else None,
         "omitted_layers": publication.omitted,
         "permanent_seed": publication.permanent_seed.hex() if publication.permanent_seed else None,
-        "grouped": publication.grouped,
-        "names_in_memory": publication.names_in_memory,
         "mark": publication.mark,
         "recipients": keys.recipients,
     }
@@ -194,16 +172,6 @@ def _authenticator(table: dict[str, Any], secret: bytes) -> str:
     return hmac.new(Randomness(secret).key("keys", "authenticator"), entries.encode(), "sha256").hexdigest()
 
 
-def check_authentic(keys: Keys, path: Path) -> Keys:
-    """``keys``; MpuError if they may be somebody else's: those choose what is opened and added to the model."""
-    if not keys.authentic:
-        raise MpuError(
-            f"{path}: was not sealed with this server's secret ({default_secret_path()})",
-            "--trust-keys uses keys that you know: made on another machine",
-        )
-    return keys
-
-
 def sealer(
     *,
     recipients: Sequence[str] = (),
@@ -217,30 +185,28 @@ def sealer(
     for a recipient or an identity that cannot be used, UsageError for several of the three.
     """
     check_one_way(recipients, passphrase, identity)
-    if recipients:
-        parsed = parse_recipients(recipients)
-        return lambda keys: seal(keys, parsed, secret=server_secret(note))
     if passphrase is not None:
         return lambda keys: seal(keys, passphrase=passphrase)
-    path = identity or default_identity_path()
-    if identity is not None or path.exists():
-        public_keys = [age_identity.to_public() for age_identity in read_identities(path)]
-        return lambda keys: seal(keys, public_keys, secret=server_secret(note))
+    path, readers = identity or default_identity_path(), parse_recipients(recipients)
+    if not readers and (identity is not None or path.exists()):
+        readers = [age_identity.to_public() for age_identity in read_identities(path)]
 
-    def with_new_identity(keys: Keys) -> bytes:
+    def seal_for_readers(keys: Keys) -> bytes:
+        if readers:
+            return seal(keys, readers, secret=server_secret(note))
         try:
             recipient = make_identity(path)
+            note(
+                f"made your identity {path} (public key {recipient}); keep it safe: "
+                "without it the keys cannot be opened"
+            )
         except MpuError:
-            if not path.exists():
+            if not path.exists():  # else another process was faster
                 raise
-            recipients = [
-                age_identity.to_public() for age_identity in read_identities(path)
-            ]  # another process was faster
-            return seal(keys, recipients, secret=server_secret(note))
-        note(f"made your identity {path} (public key {recipient}); keep it safe: without it the keys cannot be opened")
-        return seal(keys, parse_recipients([recipient]), secret=server_secret(note))
+        own = [age_identity.to_public() for age_identity in read_identities(path)]
+        return seal(keys, own, secret=server_secret(note))
 
-    return with_new_identity
+    return seal_for_readers
 
 
 def check_one_way(*ways: object) -> None:
@@ -296,7 +262,12 @@ def open_keys(
     identities = read_identities(identity or default_identity_path())
     secret = server_secret() if default_secret_path().exists() else None
     opened = unseal(path, identities, secret=secret)
-    return opened if trust_keys else check_authentic(opened, path)
+    if not (trust_keys or opened.authentic):  # somebody else's would choose what is opened and added to the model
+        raise MpuError(
+            f"{path}: was not sealed with this server's secret ({default_secret_path()})",
+            "--trust-keys uses keys that you know: made on another machine",
+        )
+    return opened
 
 
 def _read(path: Path) -> bytes:
@@ -349,19 +320,16 @@ def keys_of_entries(table: Mapping[str, object], path: Path) -> Keys:
         scheme=SCHEMES[entries.noise.kind].from_factors(entries.noise.factors),
         kappa=entries.kappa,
         shared_kappa=entries.shared_kappa,
-        calibration=Calibration(**as_entries(entries.calibration)) if entries.calibration else None,  # type: ignore[arg-type]
+        calibration=entries.calibration,
         symmetries=entries.symmetries,
         run=entries.run,
         round=entries.round,
-        omitted=tuple(entries.omitted_layers),
+        omitted=entries.omitted_layers,
         permanent_seed=bytes.fromhex(entries.permanent_seed) if entries.permanent_seed else None,
-        grouped=entries.grouped,
-        names_in_memory=entries.names_in_memory,
         mark=entries.mark,
     )
-    base = BaseIdentity(entries.base.path, entries.base.config, entries.base.fingerprint)
     return Keys(
-        publication, entries.sigma, tuple(entries.copy_ids), base, entries.reference, entries.shared_sigma,
+        publication, entries.sigma, tuple(entries.copy_ids), entries.base, entries.reference, entries.shared_sigma,
         recipients=entries.recipients,
     )  # fmt: skip
 

@@ -21,6 +21,7 @@ from typing import ClassVar
 import torch
 
 from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.boundary import Count, Scale, Word
 from mpu_cli.files.randomness import DOUBLE_REACH, Randomness, standard_normals
 from mpu_cli.options.publishing import RANDOM, CalibrationOptions, Copies
 
@@ -231,11 +232,6 @@ class Extrapolated(Scheme):
 SCHEMES: dict[str, type[Scheme]] = {scheme.kind: scheme for scheme in (Extrapolated, ZeroSum)}
 
 
-def default_scheme(copies: int = DEFAULT_COPIES) -> Scheme:
-    """The scheme that ``publish`` uses by default."""
-    return Extrapolated.default(copies)
-
-
 def scheme_of(options: Copies, secret: tuple[Randomness, int] | None = None) -> Scheme:
     """The scheme that --noise, --alphas, --nodes and --copies ask for.
 
@@ -416,14 +412,14 @@ TAIL = 1e-3  # share of δ allowed for the tails beyond the reach of our normals
 class Calibration:
     """Noise for (ε, δ): σ of each copy's own noise, before its factor α, and σ of the noise all copies share."""
 
-    epsilon: float
-    delta: float
-    sensitivity: float
-    adversary: str
-    bound: str
-    rounds: int
-    sigma: float
-    shared_sigma: float
+    epsilon: Scale
+    delta: Scale
+    sensitivity: Scale
+    adversary: Word
+    bound: Word
+    rounds: Count
+    sigma: Scale
+    shared_sigma: Scale
 
 
 def calibrate(options: CalibrationOptions, smallest_alpha: float) -> Calibration:

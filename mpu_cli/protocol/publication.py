@@ -17,12 +17,22 @@ from mpu_cli.files.manifest import CopyManifest
 from mpu_cli.files.randomness import Randomness, Stream, new_seed, seed_from_number
 from mpu_cli.files.reader import OPTION, TensorInfo
 from mpu_cli.files.sealing import default_identity_path, own_secret
-from mpu_cli.model.family import GroupedHeads, Stack, Symmetry
+from mpu_cli.model.family import Stack
 from mpu_cli.model.layout import Layout
 from mpu_cli.model.source import Model
 from mpu_cli.model.transform import Transform
 from mpu_cli.options.publishing import KAPPA, Disguise, Publishing
-from mpu_cli.protocol.noise import Calibration, Noise, Scales, Scheme, ZeroSum, calibrate, default_scheme, scheme_of
+from mpu_cli.protocol.noise import (
+    DEFAULT_COPIES,
+    Calibration,
+    Extrapolated,
+    Noise,
+    Scales,
+    Scheme,
+    ZeroSum,
+    calibrate,
+    scheme_of,
+)
 
 PERMANENT_SHARE = 0.99  # of the noise that --max-noise allows; the noise that cancels gets what it leaves
 
@@ -40,17 +50,16 @@ class Publication:
     safetensors' name of the dtype to store in, None for each tensor's own. ``run`` defaults to a name drawn from
     the seed. ``permanent_seed``: what permanent noise is drawn from, the same in every publication of a base, so
     that publications cannot be averaged; None for ``seed``. ``derive_permanent_seed``: whether ``publish`` has to
-    derive that from the server's own secret. ``grouped``: whether heads that come in groups move, those of Mamba2
-    and delta nets; publications before version 5 of the keys left them in place. ``again``: publish although the
-    register says that publications of this base could be averaged, or that its ε is spent. ``names_in_memory``: see
-    ``permanent_names``. ``mark``: the size of noise of the publication's own that is the same in all of its copies, as
-    a share of the other noise of the copy that has least. The same publication of the same base has the same bytes.
+    derive that from the server's own secret. ``again``: publish although the register says that publications of this
+    base could be averaged, or that its ε is spent. ``mark``: the size of noise of the publication's own that is the
+    same in all of its copies, as a share of the other noise of the copy that has least. The same publication of the
+    same base has the same bytes.
     Raises UsageError for numbers out of range.
     """
 
     seed: bytes = field(repr=False)
     seed_is_secret: bool = True
-    scheme: Scheme = field(default_factory=default_scheme)
+    scheme: Scheme = field(default_factory=lambda: Extrapolated.default(DEFAULT_COPIES))
     kappa: float = KAPPA
     shared_kappa: float = 0.0
     calibration: Calibration | None = None
@@ -62,9 +71,7 @@ class Publication:
     omitted: tuple[int, ...] = ()
     permanent_seed: bytes | None = field(default=None, repr=False)
     derive_permanent_seed: bool = False
-    grouped: bool = False
     again: bool = False
-    names_in_memory: bool = False
     mark: float = 0.0
 
     def __post_init__(self) -> None:
@@ -117,11 +124,7 @@ class Publication:
         def draws(symmetry: str, layer: int) -> Stream:
             return self.randomness.stream("symmetry", self.round, copy, symmetry, layer)
 
-        def symmetries(layer: int | None) -> list[Symmetry]:
-            allowed = layout.symmetries(self.symmetries, layer)
-            return [each for each in allowed if self.grouped or not isinstance(each, GroupedHeads)]
-
-        return Transform(layout, symmetries, draws)
+        return Transform(layout, lambda layer: layout.symmetries(self.symmetries, layer), draws)
 
     def noise(self, copies: Sequence[int]) -> Noise:
         """The noise of ``copies``, counted from 1."""
@@ -135,9 +138,9 @@ class Publication:
         )
 
     def permanent_names(self, layout: Layout) -> dict[str, str]:
-        """What the tensors of a base with this ``layout`` are called where permanent noise is drawn: as in memory,
-        which is the same for files with and without a prefix; before version 7 of the keys, as in the file ({})."""
-        if not self.names_in_memory:
+        """What the tensors of a base with this ``layout`` are called where permanent noise is drawn from
+        ``permanent_seed``: as in memory, which is the same for files with and without a prefix."""
+        if self.permanent_seed is None:
             return {}
         return {tensor.name: layout.full_name(tensor.name) for tensor in layout.parameters}
 
@@ -145,13 +148,8 @@ class Publication:
         """This publication with the secrets, names and noise of ``other``, to make further copies of that."""
         return replace(
             self, seed=other.seed, seed_is_secret=other.seed_is_secret, scheme=other.scheme, run=other.run,
-            round=other.round, permanent_seed=other.permanent_seed, derive_permanent_seed=False, grouped=other.grouped,
-            names_in_memory=other.names_in_memory, mark=other.mark,
+            round=other.round, permanent_seed=other.permanent_seed, derive_permanent_seed=False, mark=other.mark,
         )  # fmt: skip
-
-    def for_layout(self, layout: Layout) -> Publication:
-        """This publication with all that may move in a model with this ``layout``."""
-        return replace(self, grouped=any(structure.grouped for structure in layout.structures))
 
     def manifests(self, tensors: Mapping[str, TensorInfo], reference: str | None) -> list[CopyManifest]:
         """The manifest of each copy of a base with these ``tensors``, scaled to ``reference`` (its address).

@@ -122,7 +122,6 @@ def plan_publish(
     base = shallow(full_base, publication.omitted)
     pretrained = shallow(full_pretrained, publication.omitted) if full_pretrained else None
     layout = base.layout
-    publication = publication if existing_keys else publication.for_layout(layout)
     _check_alias(base, layout)
     matching(base, layout, pretrained)
     manifests = publication.manifests(base.checkpoint.tensors, pretrained.address if pretrained else None)
@@ -295,7 +294,7 @@ def _enter(
     entry = enter_permanent(path, entry, requested_by_name, again=publication.again)
     entries.append(entry)
     seed = permanent_seed(entry.noise_content, observer.note)
-    publication = replace(publication, permanent_seed=seed, derive_permanent_seed=False, names_in_memory=True)
+    publication = replace(publication, permanent_seed=seed, derive_permanent_seed=False)
     return publication, {block: entry.permanent_sigma.get(name, 0.0) for block, name in names.items()}
 
 

@@ -23,7 +23,7 @@ from mpu_cli.model.layout import layout_of
 from mpu_cli.model.sampling import AxisMap
 from mpu_cli.model.source import open_model
 from mpu_cli.model.transform import as_matrix
-from mpu_cli.protocol.keys import _facts, keys_of_entries, open_keys, seal, unseal
+from mpu_cli.protocol.keys import open_keys, seal
 from tests.helpers.endpoint import serving
 from tests.helpers.models import DemoModel, random_model, save
 
@@ -244,19 +244,6 @@ def test_a_copy_names_its_recipient(mpu: Callable, base: Path, tmp_path: Path) -
     (tmp_path / "opened").mkdir()
     suspect = open_folder(out / "copy_2.age", identities[1], tmp_path / "opened")
     assert f"copy 2, sealed for {public[1]}, of" in mpu("trace", suspect, "--keys", file).out
-
-
-def test_keys_of_earlier_versions_have_no_mark(mpu: Callable, base: Path) -> None:
-    """They are read as before, and their copies traced by coordinates and noise."""
-    folder = publish(mpu, base, "first", "--kappa", 0.05)
-    path = folder.with_suffix(".bin")
-    opened = unseal(path, read_identities(default_identity_path()))
-    table = json.loads(json.dumps({n: v for n, v in _facts(opened).items() if n not in ("mark", "recipients")}))
-    earlier = keys_of_entries(table, path)
-    assert (earlier.publication.mark, earlier.recipients) == (0.0, {})
-    path.write_bytes(seal(earlier, [identity.to_public() for identity in read_identities(default_identity_path())]))
-    [publication] = trace_json(mpu, folder / "copy_2", "--keys", path, "--trust-keys")
-    assert (publication["mark"], publication["copies_named"]) == (None, [2])
 
 
 def test_verify_checks_the_mark(mpu: Callable, base: Path) -> None:

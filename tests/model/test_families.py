@@ -568,19 +568,3 @@ def test_a_config_entry_that_copies_would_lack(mpu: Callable, tmp_path: Path) ->
     for family in FAMILY_CONFIGS:
         fields = json.loads((save(random_model(family), tmp_path / family) / "config.json").read_text())
         assert not left_out(fields, fields_of(fields)), family
-
-
-@pytest.mark.parametrize("family", ["qwen3_5_text", "granitemoehybrid"])
-def test_keys_that_left_delta_nets_in_place_still_undo_them(tmp_path: Path, family: str) -> None:
-    """Before version 5 of the keys, heads that come in groups did not move: those publications have no ``grouped``."""
-    _, layout = open_with_layout(make(family, tmp_path / "base"))
-    moved_names = {}
-    for grouped in (False, True):
-        publication = Publication(seed=bytes(32), kappa=0.0, scheme=Extrapolated((1.0,)), grouped=grouped)
-        assert publication.for_layout(layout).grouped
-        transform = publication.transform(1, layout)
-        moved_names[grouped] = {tensor.name for tensor in layout.parameters if transform.of(tensor).moves}
-    inner = {t.name for t in layout.parameters if "conv1d" in t.name or "A_log" in t.name}
-    assert inner
-    assert not moved_names[False] & inner
-    assert moved_names[True] >= moved_names[False] | inner
