@@ -197,7 +197,7 @@ OF_BITSANDBYTES = [name for name, optimizer in OPTIMIZERS.items() if optimizer.p
 OPTIONAL = {
     "bitsandbytes": f"--optim {', '.join(OF_BITSANDBYTES)}", "opacus": "--dp-epsilon",
     "flash-attn": "--attention flash_attention_2", "lm-eval": "eval --benchmark wmdp, --lm-eval", "optuna": "tune",
-    "deepspeed": "accelerate's ZeRO", "dp-accounting": "--dp-epsilon, --epsilon",
+    "dp-accounting": "--dp-epsilon, --epsilon",
     "opendp": "surrogate",
 }  # fmt: skip
 

@@ -18,7 +18,7 @@ from mpu_cli.options.experiment import Experiment
 from mpu_cli.version import __version__
 
 NAME, LOG = "done.json", "log.jsonl"
-SOURCES = ("base", "pretrained", "forget", "retain", "few_shot", "alternates", "data_dir")  # options that name files
+SOURCES = ("base", "pretrained", "forget", "retain", "alternates", "data_dir")  # options that name files
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def _facts(experiment: Experiment) -> dict[str, object] | None:
     named = [(name, source) for name in SOURCES for source in str(options[name] or "").splitlines()]
     for name, source in named:
         path = Path(source)
-        if not path.exists() and name in ("base", "pretrained", "forget", "few_shot"):
+        if not path.exists() and name in ("base", "pretrained", "forget"):
             if name in ("base", "pretrained") or options["data_dir"] is None:
                 return None  # on the Hub, where it can change
             continue  # a split in the folder --data-dir

@@ -182,7 +182,7 @@ def facts_of(experiment: Experiment, data: Dataset) -> dict[str, object]:
         rows = [record.content for record in records]
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
-    sets = {"forget": data.forget, "retain": data.retain, "few_shot": data.few_shot}
+    sets = {"forget": data.forget, "retain": data.retain}
     return json.loads(
         json.dumps(
             {

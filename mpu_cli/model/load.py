@@ -163,16 +163,7 @@ def has_weights() -> bool:
 
 def is_sharded() -> bool:
     """Whether accelerate's settings split the weights over processes."""
-    return parse_flag_from_env("ACCELERATE_USE_FSDP") or shards_with_zero_3()
-
-
-def shards_with_zero_3() -> bool:
-    """Whether DeepSpeed's ZeRO-3 splits the weights over processes, by accelerate's settings."""
-    if not parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
-        return False
-    from accelerate.utils import DeepSpeedPlugin
-
-    return DeepSpeedPlugin().deepspeed_config["zero_optimization"]["stage"] == 3
+    return parse_flag_from_env("ACCELERATE_USE_FSDP")
 
 
 def load(

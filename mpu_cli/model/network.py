@@ -343,7 +343,7 @@ def input_of(head: Head | None) -> Iterator[list[torch.Tensor]]:
 def _is_shard(parameter: torch.Tensor) -> bool:
     from torch.distributed.tensor import DTensor
 
-    return isinstance(parameter, DTensor) or hasattr(parameter, "ds_id")
+    return isinstance(parameter, DTensor)
 
 
 # How likely a model makes the answers of records: the measure that commands report before and after what they do.

@@ -76,7 +76,6 @@ class Records(Options):
         "Answers for dpo to prefer, one per line, where a record has no 'alternate' (default: refusals).",
         metavar="FILE",
     )
-    few_shot: str | None = option(None, "Records to show as earlier turns before each record.", metavar="DATA")
     reading: RecordFormat = group(RecordFormat)
 
 

@@ -21,7 +21,7 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.sandbox import LimitError
 from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT, ChatTemplate, Prompts
 from mpu_cli.records import forms, tokens
-from mpu_cli.records.forms import Record, Turn, template_date
+from mpu_cli.records.forms import Record, template_date
 from mpu_cli.records.tokens import TokenizedText
 
 if TYPE_CHECKING:
@@ -74,10 +74,9 @@ class Encoding:
     """How to tokenize records.
 
     ``template`` "chat" is the tokenizer's own chat template; "plain" is ``Question: …\\nAnswer: …`` and the
-    end-of-sequence token; None is "chat" if the tokenizer has a template. ``few_shot`` are records placed before each
-    record as earlier turns. ``limits`` are the model's; ``date`` is the day that the template prints, if it prints one;
-    ``variables`` are what it sees besides. Records longer than ``truncate_to`` tokens are cut. The names of control
-    tokens in the text of records are text, unless ``controls``.
+    end-of-sequence token; None is "chat" if the tokenizer has a template. ``limits`` are the model's; ``date`` is the
+    day that the template prints, if it prints one; ``variables`` are what it sees besides. Records longer than
+    ``truncate_to`` tokens are cut. The names of control tokens in the text of records are text, unless ``controls``.
 
     What is remarkable of the records is noted with their places: those that were ``truncated``, that are ``long`` for
     the model, that hold a control token's name (``marked``, by name), and for each field of a message that the template
@@ -88,7 +87,6 @@ class Encoding:
     template: str | None = None
     system_prompt: str = SYSTEM_PROMPT
     limits: Limits = NO_LIMITS
-    few_shot: Sequence[Record] = ()
     date: str = DATE
     truncate_to: int | None = None
     variables: Mapping[str, object] = field(default_factory=dict)
@@ -207,11 +205,6 @@ class Encoding:
             return {key: each if key == "role" else self._masked(each) for key, each in value.items()}
         return [self._masked(each) for each in value] if isinstance(value, list | tuple) else value
 
-    def _prompt(self, record: Record) -> list[Turn]:
-        """The turns before the answer: few-shot records and the record's own."""
-        shots = [turn for shot in self.few_shot for turn in (*shot.turns, shot.answer_turn)]
-        return [*shots, *record.turns]
-
     def _chat(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
         if not records:
             return []
@@ -219,7 +212,7 @@ class Encoding:
             raise no_template()
         prompts = []
         for record in records:
-            messages = [turn.message for turn in self._prompt(record)]
+            messages = [turn.message for turn in record.turns]
             if self.system_prompt and messages[0]["role"] not in SYSTEM_ROLES:
                 messages.insert(0, {"role": "system", "content": self.system_prompt})
             prompts.append(messages)
@@ -271,7 +264,7 @@ class Encoding:
             if without == texts[number]:
                 self.omitted.setdefault(name, []).append(records[number].location)
         for record, text in zip(records, texts, strict=True):
-            turns = (*self._prompt(record), record.answer_turn)
+            turns = (*record.turns, record.answer_turn)
             if isinstance(text, str) and not all(turn.content.strip() in text for turn in turns):
                 self.omitted.setdefault("content", []).append(record.location)
 
@@ -279,7 +272,7 @@ class Encoding:
         prompts = [
             "".join(
                 f"Answer: {turn.content}\n\n" if turn.role == "assistant" else f"Question: {turn.content}\n"
-                for turn in self._prompt(record)
+                for turn in record.turns
             )
             + "Answer: "
             for record in records
@@ -287,7 +280,7 @@ class Encoding:
         texts = [prompt + record.answer for prompt, record in zip(prompts, records, strict=True)]
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         for record in records:
-            for turn in (*self._prompt(record), record.answer_turn):
+            for turn in (*record.turns, record.answer_turn):
                 for name in OMITTABLE & {name for name, _ in turn.fields}:
                     self.omitted.setdefault(name, []).append(record.location)
         outcomes: list[list[Example] | MpuError] = []
@@ -357,13 +350,12 @@ def encoding_of(
     prompts: ChatTemplate,
     template: str | None,
     limits: Limits = NO_LIMITS,
-    few_shot: Sequence[Record] = (),
 ) -> Encoding:
     """The encoding that the options of a command ask for, for a model of these ``limits``."""
     truncate_to = prompts.max_length if isinstance(prompts, Prompts) else None
     variables = template_variables(prompts.template_option)
     return Encoding(
-        tokenizer, template, prompts.system_prompt, limits, few_shot, prompts.date, truncate_to, variables,
+        tokenizer, template, prompts.system_prompt, limits, prompts.date, truncate_to, variables,
         prompts.control_tokens,
     )  # fmt: skip
 

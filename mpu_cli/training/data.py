@@ -13,7 +13,6 @@ from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mpu_cli.errors import MpuError
-from mpu_cli.files.manifest import CopyManifest
 from mpu_cli.model.load import limits_of
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import Privacy, RecordFormat, Records, Unlearning
@@ -63,14 +62,12 @@ PRIVACY = Privacy()  # no bound
 class Dataset:
     """What to forget and what to keep.
 
-    ``few_shot`` are shown before each record as earlier turns; ``alternates`` are answers for DPO to prefer where a
-    record has none of its own. ``held_out`` are retain records that are scored and not trained on, ``unseen`` records
-    that the model never saw, for comparison.
+    ``alternates`` are answers for DPO to prefer where a record has none of its own. ``held_out`` are retain records
+    that are scored and not trained on, ``unseen`` records that the model never saw, for comparison.
     """
 
     forget: Sequence[Record]
     retain: Sequence[Record] = ()
-    few_shot: Sequence[Record] = ()
     alternates: Sequence[str] = REFUSALS
     held_out: Sequence[Record] = ()
     unseen: Sequence[Record] = ()
@@ -95,7 +92,7 @@ class Dataset:
 
 def texts_of(data: Dataset) -> list[str]:
     """The texts of all records: turns and answers, as the client has them."""
-    records = (*data.forget, *data.retain, *data.few_shot)
+    records = (*data.forget, *data.retain)
     return [text for record in records for text in (*(turn.content for turn in record.turns), record.answer) if text]
 
 
@@ -110,7 +107,6 @@ def read_dataset(options: Unlearning, observer: Observer = SILENT) -> Dataset:
     return Dataset(
         read_records(records.forget, records.reading, unit=unit, observer=observer),
         _retain(options, observer) if objective_of(options.algo, options.loss).constants.alpha else (),
-        read_records(records.few_shot, records.reading, observer=observer) if records.few_shot else (),
         _lines(records.alternates) if records.alternates else REFUSALS,
     )
 
@@ -188,7 +184,7 @@ def encoded_sets(
     private = options.privacy.dp_epsilon is not None
     # A longer record would change what the model computes of the others in its batch.
     limits, prompts = limits_of(model, independent=private), options.prompts
-    encoding = encoding_of(tokenizer, prompts, prompts.template, limits, data.few_shot)
+    encoding = encoding_of(tokenizer, prompts, prompts.template, limits)
     encoded: Encoded = {}
     record_numbers: dict[str, list[int]] = {}
     records = sets_of(data, objective) | scored_sets_of(data)
@@ -239,7 +235,7 @@ def alternates(records: Sequence[Record], answers: Sequence[str]) -> list[Record
 
 def contents(data: Dataset) -> list[dict[str, object]]:
     """The records, wherever they were read from."""
-    return [record.content for record in (*data.forget, *data.retain, *data.held_out, *data.few_shot)]
+    return [record.content for record in (*data.forget, *data.retain, *data.held_out)]
 
 
 def records_digest(data: Dataset) -> str:
@@ -251,47 +247,29 @@ def records_digest(data: Dataset) -> str:
     return hashlib.sha256(json.dumps([contents(data), list(data.alternates)], default=str).encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class KeptReferences:
-    """Where the reference model's answers are kept (None: nowhere), whether they are read from there, and whose they
-    are. ``records`` is a digest of the records and of the options that print them, ``surroundings`` of the copy's
-    tokenizer, template and config: together they decide the tokens, and no single record decides whether they match."""
-
-    path: Path | None
-    read: bool
-    manifest: CopyManifest | None
-    records: str
-    surroundings: str
-
-    def facts(self, reference_outputs: Mapping[str, str | None]) -> dict[str, object]:
-        """What has to be the same when the file is read again; the copy itself only in round 1."""
-        manifest = self.manifest
-        facts: dict[str, object] = {
-            "run": manifest.run if manifest else None,
-            "copy": manifest.copy if manifest else None,
-        }
-        facts |= {"records": self.records, "surroundings": self.surroundings, "asks": dict(reference_outputs)}
-        if not self.read or (manifest and manifest.round == 1):
-            facts["copy_id"] = manifest.copy_id if manifest else None
-        return facts
-
-
 def example_sets(
     model: PreTrainedModel,
     encoded: Encoded,
-    reference_cache: KeptReferences,
     options: Unlearning,
     objective: Objective,
     observer: Observer,
+    *,
+    file: Path | None,
+    read: bool,
+    facts: Mapping[str, object],
 ) -> dict[str, ExampleSet]:
-    """Each set with what the frozen copy says of it: ``model``, or round 1's if that was ``reference_cache``."""
+    """Each set with what the frozen copy says of it.
+
+    That is ``model`` or, if ``read``, round 1's, from ``file``; else it is kept in ``file``, if there is one, for later
+    rounds. ``facts``: what has to be the same when the file is read again.
+    """
     reference_outputs = {name: output_kind for name, (_, output_kind) in encoded.items()}
+    facts = {**facts, "asks": reference_outputs}
 
     def ask() -> dict[str, Reference]:
-        if reference_cache.path and reference_cache.read:
-            facts = reference_cache.facts(reference_outputs)
-            loaded_references = load_references(reference_cache.path, reference_outputs, facts)
-            observer.note(f"the reference model's probabilities are read from {reference_cache.path}")
+        if file and read:
+            loaded_references = load_references(file, reference_outputs, facts)
+            observer.note(f"the reference model's probabilities are read from {file}")
             return loaded_references
         batch_size = scored_at_once(options.training, model.device)
         layer, seed = objective.constants.layer, options.training.seed
@@ -299,15 +277,10 @@ def example_sets(
             name: freeze(model, examples, output_kind, layer=layer, batch_size=batch_size, seed=seed)
             for name, (examples, output_kind) in encoded.items()
         }
-        if reference_cache.path:
-            save_references(reference_cache.path, references, reference_cache.facts(reference_outputs))
+        if file:
+            save_references(file, references, facts)
         return references
 
     references = from_first(ask)
     device = PartialState().device if PartialState().num_processes > 1 else model.device
-    references = {name: reference.on(device) for name, reference in references.items()}
-    for name, reference in references.items():
-        if reference.states:
-            kind = reference_outputs[name]
-            observer.note(f"the frozen copy's {kind} on the {name} set take {reference.nbytes:,} bytes")
-    return {name: ExampleSet(examples, references[name]) for name, (examples, _) in encoded.items()}
+    return {name: ExampleSet(examples, references[name].on(device)) for name, (examples, _) in encoded.items()}

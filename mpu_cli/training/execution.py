@@ -137,14 +137,6 @@ def from_first(make: Callable[[], Value]) -> Value:
 # Weights in parts on several processes: which optimisers can train them so, and gathering them again.
 
 
-def split_weights(model: PreTrainedModel) -> None:
-    """Send each tensor from the first process to all and keep a part of it in each, before the next one is sent."""
-    import deepspeed
-
-    settings = {"train_batch_size": PartialState().num_processes, "zero_optimization": {"stage": 3}}
-    deepspeed.zero.Init(module=model, config_dict_or_path=settings, mem_efficient_linear=False)
-
-
 def whole_head(model: PreTrainedModel) -> Head | None:
     """A copy of the output head, whole in every process, before the weights are split; None if it is trained, or does
     not alone turn what it reads into logits.
@@ -167,13 +159,7 @@ def check_sharding(accelerator: Accelerator, optimizer: str) -> None:
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.fsdp_version == 1:
         raise UsageError("FSDP 1 hides which shard belongs to which weight", "set accelerate's fsdp_version to 2")
-    with_deepspeed = getattr(accelerator.state, "deepspeed_plugin", None) is not None
-    if with_deepspeed and OPTIMIZERS[optimizer].granularity != "element":
-        raise UsageError(
-            f"DeepSpeed passes all weights to the optimiser as one tensor, but {optimizer} works on each tensor",
-            "use FSDP 2 with --optim adamw-blockwise, or --optim adamw",
-        )
-    if fsdp is not None and OPTIMIZERS[optimizer].granularity == "matrix":
+    if fsdp is not None and OPTIMIZERS[optimizer].whole_matrices:
         raise UsageError(f"{optimizer} needs each matrix whole, but FSDP shards them", "use --optim adamw-blockwise")
 
 
@@ -187,13 +173,7 @@ def whole_parameters(
     for name, parameter in extract_model_from_parallel(trained).named_parameters():
         if not chosen(name):
             continue
-        if hasattr(parameter, "ds_id"):  # DeepSpeed's ZeRO-3
-            import deepspeed
-
-            with deepspeed.zero.GatheredParameters([parameter]):
-                yield name, parameter.detach().clone()
-        else:
-            yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        yield name, parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 # Checkpoints of a training: when they are written, and which one it resumes from.

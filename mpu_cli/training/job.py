@@ -7,12 +7,12 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mpu_cli.errors import MpuError, UsageError
@@ -32,9 +32,9 @@ from mpu_cli.options.unlearning import AUTO, Checks, Logging, Lora, Privacy, Rec
 from mpu_cli.records.encode import no_template
 from mpu_cli.records.forms import check_units, parse_date
 from mpu_cli.training.data import Dataset, contents, records_digest, sets_of
-from mpu_cli.training.delta import Change, change_of, stored_specs, training_tag
+from mpu_cli.training.delta import Change, change_of, stored_specs
 from mpu_cli.training.execution import Checkpoints, check_compiler, in_precision
-from mpu_cli.training.ledger import Course, LedgerEntry
+from mpu_cli.training.ledger import LedgerEntry
 from mpu_cli.training.losses import Objective, algorithm_named, objective_of
 from mpu_cli.training.optimizers import OPTIMIZERS
 from mpu_cli.training.private import Mechanism, Plan, check_objective, check_opacus, check_private, plan
@@ -138,6 +138,8 @@ def check_training(training: Training, date: str) -> None:
     parse_date(date)
     device = device_of(training.device)
     tell_accelerate(device)
+    if parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"):
+        raise UsageError("accelerate is set to DeepSpeed, which mpu does not train with", "use FSDP 2")
     if training.compile:
         if training.gradient_checkpointing:
             raise UsageError("--compile does not work with --gradient-checkpointing")
@@ -220,21 +222,14 @@ def deciding(options: Unlearning) -> dict[str, object]:
     return {name: value for name, value in values.items() if declarations[name].affects_result and name not in left_out}
 
 
-def entry_of(
-    copy: Model,
-    weights: str,
-    manifest: CopyManifest | None,
-    options: Unlearning,
-    data: Dataset,
-    mechanism: Mechanism | None,
-    until: Until | None = None,
-) -> LedgerEntry:
-    """What the ledger keeps of a training on ``copy``, whose fingerprint is ``weights``."""
-    surroundings, records = surroundings_of(copy), records_digest(data)
-    training = _digest([surroundings, records, deciding(options), until and until.facts()])
+def entry_of(job: TrainingJob, weights: str, mechanism: Mechanism | None) -> LedgerEntry:
+    """What the ledger keeps of a training on a copy whose fingerprint is ``weights``."""
+    surroundings, records = surroundings_of(job.copy), records_digest(job.data)
+    options, manifest = job.options, job.manifest
+    training = _digest([surroundings, records, deciding(options), job.until and job.until.facts()])
     origin = (manifest.run, manifest.round, manifest.copy) if manifest else ("", 0, 0)
     return LedgerEntry(
-        _digest([weights, training]), *origin, weights, options.algo, len(contents(data)), mechanism=mechanism,
+        _digest([weights, training]), *origin, weights, options.algo, len(contents(job.data)), mechanism=mechanism,
         data=records, surroundings=surroundings, public=options.privacy.public_records, unit=options.privacy.dp_unit,
         training=training,
     )  # fmt: skip
@@ -259,40 +254,13 @@ def weights_of(copy: Model) -> str:
         return fingerprint(copy.checkpoint, pool)
 
 
-def tag_of(
-    secret: Callable[[], bytes],
-    manifest: CopyManifest,
-    options: Unlearning,
-    records: str,
-    with_reference_file: bool,
-    observer: Observer,
-    course: Course | None = None,
-) -> dict[str, str] | None:
-    """The tag of this training run: equal for copies of a round that are trained identically on ``records``, a digest,
-    and for as long (``course``, if the training stopped when it was done). None if the client's secret cannot be read
-    or kept."""
-    decided = deciding(options) | {"reference_file": with_reference_file and manifest.round > 1}
-    if course:
-        decided |= asdict(course)
-    versions = {name: version(name) for name in ("torch", "transformers")}
-    try:
-        facts = {"records": records, "options": decided, "versions": versions}
-        return training_tag(secret(), manifest.run, manifest.round, facts)
-    except OSError as error:
-        observer.warn(
-            f"{error.filename}: {error.strerror}; the server cannot check that copies were trained identically"
-        )
-        return None
-
-
-def digest_of_training(
-    copy: Model, weights: str, options: Unlearning, data: Dataset, with_reference_file: bool, until: Until | None
-) -> str:
+def digest_of_training(job: TrainingJob, weights: str) -> str:
     """SHA-256 of everything that decides what a training does, in hexadecimal: only the same one may be resumed."""
-    decided = deciding(options) | {"reference_file": with_reference_file}
-    decided["micro_batch_size"] = options.training.micro_batch_size  # the Trainer counts them in its checkpoints
+    decided = deciding(job.options) | {"reference_file": job.reference_file is not None}
+    decided["micro_batch_size"] = job.options.training.micro_batch_size  # the Trainer counts them in its checkpoints
+    until = job.until
     return _digest(
-        [decided, weights, copy.checkpoint.metadata, records_digest(data), surroundings_of(copy),
+        [decided, weights, job.copy.checkpoint.metadata, records_digest(job.data), surroundings_of(job.copy),
          until and [until.facts(), until.course and asdict(until.course)]]
     )  # fmt: skip
 
@@ -382,7 +350,7 @@ def prepare_job(
             observer.note("this processor is fast in bfloat16, so layers compute in it; not with --precision float32")
     check_logging(logging, options.privacy)
     load_once_per_host()
-    processes = _join_processes(options, data)
+    processes = _join_processes(options)
     manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
     options = _of_round(options, manifest)
     for warning in misfits(manifest, options):
@@ -431,7 +399,7 @@ def plan_privately(data: Dataset, options: Unlearning, objective: Objective) -> 
     return plan(units, options.training, options.privacy, epochs=epochs_of(options))
 
 
-def _join_processes(options: Unlearning, data: Dataset) -> PartialState:
+def _join_processes(options: Unlearning) -> PartialState:
     """The processes that train together. Raises MpuError if they cannot reach each other, UsageError for DP-SGD on
     several."""
     # Without a GPU, "auto" means the CPU for the processes' communication, too.
@@ -442,8 +410,8 @@ def _join_processes(options: Unlearning, data: Dataset) -> PartialState:
             f"({state.num_processes} here)",
             "start them with torchrun or accelerate launch",
         )
-    if options.privacy.dp_epsilon is not None and (data.few_shot or state.num_processes > 1):
-        raise UsageError("--dp-epsilon does not work with --few-shot or several processes")
+    if options.privacy.dp_epsilon is not None and state.num_processes > 1:
+        raise UsageError("--dp-epsilon does not work with several processes")
     return state
 
 

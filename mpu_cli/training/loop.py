@@ -21,7 +21,6 @@ from typing import Any
 import torch
 import transformers
 from accelerate import PartialState
-from accelerate.utils import parse_flag_from_env
 from accelerate.utils.memory import clear_device_cache
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
@@ -32,7 +31,7 @@ from mpu_cli.errors import MpuError, no_space
 from mpu_cli.files.resumption import write_atomically
 from mpu_cli.heap import suit_heap_to
 from mpu_cli.model.device import out_of_memory
-from mpu_cli.model.load import shards_with_zero_3
+from mpu_cli.model.load import is_sharded
 from mpu_cli.model.network import Head, separate_head
 from mpu_cli.options.unlearning import Logging, Training
 from mpu_cli.records.encode import IGNORED, Example, answer_tokens, pad
@@ -44,7 +43,6 @@ from mpu_cli.training.execution import (
     check_sharding,
     compiled_layers,
     from_first,
-    split_weights,
     step_of,
     whole_head,
 )
@@ -489,8 +487,7 @@ def train(
         passes = objective.passes(terms)
         if all(map(objective.reads_layer, terms)):
             _freeze_unused(model, sets["forget"].examples[0], objective.constants.layer)
-        deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
-        sharded = parse_flag_from_env("ACCELERATE_USE_FSDP")
+        sharded = is_sharded()
         arguments = _arguments(folder, training, logging, model.device, sharded)
         if training.gradient_checkpointing:
             # Recomputation in the backward pass runs outside the modes of the forward pass.
@@ -511,9 +508,7 @@ def train(
         log = stack.enter_context(logging.log.open("ab", buffering=0)) if logging.log and main_process else None
         record = _StepLog(log, checkpoints.name if checkpoints else None, done, len(steps), on_step, warn)
         own_head = model.get_output_embeddings()
-        head = whole_head(model) if sharded or deepspeed else separate_head(model)
-        if shards_with_zero_3():
-            split_weights(model)
+        head = whole_head(model) if sharded else separate_head(model)
         trainer = UnlearningTrainer(
             model=model,
             args=arguments,

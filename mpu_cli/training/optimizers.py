@@ -5,33 +5,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from mpu_cli.errors import MpuError
 
 
-class _Optimizer(torch.optim.Optimizer):
-    """A torch optimiser, of which a subclass says only how the parameters ``move`` along their gradients."""
-
-    @torch.no_grad()
-    def step(  # type: ignore[override] # torch has an overload for each
-        self, closure: Callable[[], float] | None = None
-    ) -> float | None:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        self.move()
-        return loss
-
-    def move(self) -> None:
-        """Change every parameter that has a gradient; no gradient of this is wanted."""
-        raise NotImplementedError
-
-
-class BlockwiseAdamW(_Optimizer):
+class BlockwiseAdamW(torch.optim.Optimizer):
     """AdamW with one second moment per tensor: the mean squared gradient (the idea of Adam-mini, Zhang et al. 2024).
 
     m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)·mean(g²), θ ← θ − lr·(m̂/(√v̂ + ε) + λθ), with the usual bias corrections.
@@ -56,7 +37,8 @@ class BlockwiseAdamW(_Optimizer):
         super().load_state_dict(state_dict)
         _widen(self, state_dict)
 
-    def move(self) -> None:
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 (as torch has it)
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameter in group["params"]:
@@ -98,7 +80,7 @@ def _mean(x: torch.Tensor) -> torch.Tensor:
     return x.sum().full_tensor() / x.numel() if isinstance(x, DTensor) else x.mean()  # type: ignore[attr-defined]
 
 
-class Muon(_Optimizer):
+class Muon(torch.optim.Optimizer):
     """torch's Muon (Jordan et al., 2024) for weight matrices, BlockwiseAdamW for embeddings, head and 1-D tensors.
 
     ``muon`` in each group selects one of the two. A step of Muon is the orthogonal factor of its momentum matrix, which
@@ -124,7 +106,8 @@ class Muon(_Optimizer):
         super().load_state_dict(state_dict)
         _widen(self, state_dict)
 
-    def move(self) -> None:
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 (as torch has it)
         for use_muon, part in self._parts.items():
             # Schedulers and load_state_dict replace this optimiser's state and groups, so pass them to the parts.
             part.state = self.state
@@ -143,7 +126,7 @@ def _matrices_apart(groups: Iterable[dict], outside: Collection[torch.Tensor]) -
     return apart
 
 
-class Lion(_Optimizer):
+class Lion(torch.optim.Optimizer):
     """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2): θ ← θ − lr·(sign(β₁m + (1−β₁)g) + λθ), m ← β₂m + (1−β₂)g.
 
     In the parameters' own dtype, which bitsandbytes' Lion supports only up to float32.
@@ -154,7 +137,8 @@ class Lion(_Optimizer):
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
-    def move(self) -> None:
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 (as torch has it)
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for parameter in (p for p in group["params"] if p.grad is not None):
@@ -175,14 +159,14 @@ class Optimizer:
     ``state_bytes``: what it keeps per weight, beside weight and gradient; ``elementwise``: each element's step depends
     on that element's gradients only, squared or by sign, so it commutes with permutations and sign changes of
     coordinates but not with rotations; ``normalised``: steps are as large as the rate, whatever the size of gradients;
-    ``granularity``: what it must see in one piece, where weights are sharded.
+    ``whole_matrices``: whether it must see each matrix in one piece, where weights are sharded.
     """
 
     make: Callable[[Groups, float, Collection[torch.Tensor]], torch.optim.Optimizer]
     state_bytes: int
     elementwise: bool = False
     normalised: bool = True
-    granularity: Literal["element", "tensor", "matrix"] = "element"
+    whole_matrices: bool = False
     package: str | None = None
 
 
@@ -225,12 +209,10 @@ OPTIMIZERS = {
     "adamw": Optimizer(
         lambda groups, lr, _: torch.optim.AdamW(groups, lr=lr, fused=True), state_bytes=8, elementwise=True
     ),
-    "adamw-blockwise": Optimizer(
-        lambda groups, lr, _: BlockwiseAdamW(groups, lr=lr), state_bytes=4, granularity="tensor"
-    ),
+    "adamw-blockwise": Optimizer(lambda groups, lr, _: BlockwiseAdamW(groups, lr=lr), state_bytes=4),
     "sgd": Optimizer(lambda groups, lr, _: torch.optim.SGD(groups, lr=lr), state_bytes=0, normalised=False),
     "muon": Optimizer(
-        lambda groups, lr, outside: Muon(_matrices_apart(groups, outside), lr), state_bytes=4, granularity="matrix"
+        lambda groups, lr, outside: Muon(_matrices_apart(groups, outside), lr), state_bytes=4, whole_matrices=True
     ),
     "lion": Optimizer(lambda groups, lr, _: Lion(groups, lr=lr), state_bytes=4, elementwise=True),
     "paged_adamw_32bit": Optimizer(

@@ -53,14 +53,6 @@ class Reference:
         head = None if self.head is None else self.head.to(device)
         return replace(self, head=head, direction=None if self.direction is None else self.direction.to(device))
 
-    @property
-    def nbytes(self) -> int:
-        """Size of what is kept, including the head."""
-        total = sum(state.nbytes for state in self.states)
-        if self.head is not None:
-            total += sum(parameter.nbytes for parameter in self.head.parameters())
-        return total + (0 if self.log_probs is None else self.log_probs.nbytes)
-
     def collect(self, numbers: Sequence[int], like: Sequence[int]) -> dict[str, torch.Tensor]:
         """The outputs for a batch of the examples ``numbers``, as tensors that the trainer moves to the device.
 

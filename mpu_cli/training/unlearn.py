@@ -8,6 +8,7 @@ import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -25,24 +26,24 @@ from mpu_cli.model.network import Answers
 from mpu_cli.model.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import flat
-from mpu_cli.options.unlearning import Checks, Logging, Privacy, Training, Unlearning
+from mpu_cli.options.unlearning import Checks, Logging, Training, Unlearning
 from mpu_cli.records.encode import Example
 from mpu_cli.training.copycheck import Sign, against_others, against_public, refuse, traps
-from mpu_cli.training.data import Dataset, KeptReferences, encoded_sets, example_sets, records_digest, texts_of
-from mpu_cli.training.delta import own_client_secret, write_changes
+from mpu_cli.training.data import Dataset, encoded_sets, example_sets, records_digest, texts_of
+from mpu_cli.training.delta import own_client_secret, training_tag, write_changes
 from mpu_cli.training.execution import Checkpoints, computing_in, from_first, step_of
 from mpu_cli.training.job import (
     PRECISIONS,
     LoadedCopy,
     TrainingJob,
     check_same_training,
+    deciding,
     digest_of_training,
     entry_of,
     epochs_of,
     load_copy,
     prepare_job,
     surroundings_of,
-    tag_of,
 )
 from mpu_cli.training.ledger import (
     Course,
@@ -240,7 +241,9 @@ def unlearn(
         checked = _inspect_copy(job, records.signs, registration, before)
         job = _with_level(job, before)
         watching, job = _watch(job, to_train, records)
-        progress = _start_progress(job, steps_done, len(steps))
+        observer.stage(f"unlearn {name_of_copy(copy.source)}", len(steps), "steps")
+        observer.advance(steps_done)
+        progress = _Progress(observer)
         spent, trained = None, to_train
         if loaded.private:
             spent = _train_privately(job, loaded.private, records, registration, to_train, training, progress)
@@ -266,31 +269,45 @@ def unlearn(
 
 
 def _register(job: TrainingJob, loaded: LoadedCopy) -> Registration:
-    """Write the training down in the ledger, if there is one."""
+    """Write the training down in the ledger, if there is one; without it, no training has a budget."""
     if not job.is_main_process or not job.ledger:
         return Registration()
-    mechanism = loaded.private.mechanism if loaded.private else None
-    entry = entry_of(job.copy, loaded.fingerprint, job.manifest, job.options, job.data, mechanism, job.until)
-    trusted = job.checks is None or job.checks.trust_copy
-    return Registration(*_written_down(job.ledger, entry, job.options.privacy, trusted, job.observer))
+    entry = entry_of(job, loaded.fingerprint, loaded.private.mechanism if loaded.private else None)
+    privacy = job.options.privacy
+    try:
+        earlier = write_down(
+            job.ledger, entry, delta=privacy.dp_delta, budget=privacy.dp_budget, neighbours=privacy.dp_neighbours,
+            trusted=job.checks is None or job.checks.trust_copy,
+        )  # fmt: skip
+    except OSError as error:
+        if privacy.dp_epsilon is not None:
+            raise MpuError(f"{job.ledger}: cannot be written: {error.strerror}, so no budget holds") from error
+        job.observer.warn(f"{job.ledger}: {error.strerror}; this training is not in your ledger")
+        return Registration()
+    return Registration(entry, earlier)
 
 
 def _read_records(job: TrainingJob, loaded: LoadedCopy) -> PreparedRecords:
     """Encode the records, look at the copy, and get the reference model's outputs."""
     model, tokenizer, options, data = loaded.model, loaded.tokenizer, job.options, job.data
     encoded, record_numbers = encoded_sets(model, tokenizer, data, options, job.objective, job.observer)
-    digest = records_digest(data)
     examples = [example for set_examples, _ in encoded.values() for example in set_examples]
     signs = _signs(job, loaded, examples)
-    printed = json.dumps([digest, flat(options.prompts)], default=str)
-    references = KeptReferences(
-        job.reference_file,
-        job.read_reference,
-        job.manifest,
-        hashlib.sha256(printed.encode()).hexdigest(),
-        surroundings_of(job.copy),
-    )
-    sets = example_sets(model, encoded, references, options, job.objective, job.observer)
+    # No single record decides whether a file of references is that of these records, of tokens that are made alike.
+    printed = json.dumps([records_digest(data), flat(options.prompts)], default=str)
+    origin = job.manifest
+    asked = {
+        "run": origin.run if origin else None,
+        "copy": origin.copy if origin else None,
+        "records": hashlib.sha256(printed.encode()).hexdigest(),
+        "surroundings": surroundings_of(job.copy),
+    }
+    if not job.read_reference or (origin and origin.round == 1):  # later rounds have other copies
+        asked["copy_id"] = origin.copy_id if origin else None
+    sets = example_sets(
+        model, encoded, options, job.objective, job.observer,
+        file=job.reference_file, read=job.read_reference, facts=asked,
+    )  # fmt: skip
     return PreparedRecords(sets, record_numbers, signs)
 
 
@@ -372,11 +389,24 @@ def _settle(
 
 
 def _tags(job: TrainingJob, loaded: LoadedCopy, course: Course | None) -> dict[str, str] | None:
-    """The delta's tags. Under DP there are none: a tag of records tells more than (ε, δ) allows."""
+    """The delta's tags, equal for copies of a round that are trained identically: on the same records and, if the
+    training stopped when it was done (``course``), for as long. None if the client's secret cannot be read or kept, and
+    under DP: a tag of records tells more than (ε, δ) allows."""
     if not (job.is_main_process and job.secret and job.manifest and loaded.private is None):
         return None
-    digest, has_reference = records_digest(job.data), job.reference_file is not None
-    return tag_of(job.secret, job.manifest, job.options, digest, has_reference, job.observer, course)
+    manifest = job.manifest
+    decided = deciding(job.options) | {"reference_file": job.reference_file is not None and manifest.round > 1}
+    if course:
+        decided |= asdict(course)
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    facts = {"records": records_digest(job.data), "options": decided, "versions": versions}
+    try:
+        return training_tag(job.secret(), manifest.run, manifest.round, facts)
+    except OSError as error:
+        job.observer.warn(
+            f"{error.filename}: {error.strerror}; the server cannot check that copies were trained identically"
+        )
+        return None
 
 
 def _plan_steps(job: TrainingJob, loaded: LoadedCopy, records: PreparedRecords) -> tuple[list[TrainingStep], Training]:
@@ -401,8 +431,7 @@ def _open_checkpoints(job: TrainingJob, loaded: LoadedCopy, total_steps: int) ->
     """The checkpoints of --resume, None without it, and how many steps were taken before."""
     if not job.logging.resume:
         return None, 0
-    has_reference = job.reference_file is not None
-    training_digest = digest_of_training(job.copy, loaded.fingerprint, job.options, job.data, has_reference, job.until)
+    training_digest = digest_of_training(job, loaded.fingerprint)
     checkpoints = Checkpoints(
         job.target.with_name(f"{job.target.name}.resume"),
         (job.secret or own_client_secret)(),
@@ -462,7 +491,10 @@ def _write_delta(
         for _ in loaded.change.tensors(trained):  # gathering a shard needs all processes
             pass
         return 0.0, 0.0
-    bound = _privacy_bound(job.options.privacy)
+    # Of its privacy the delta says the bound that was asked for, and no more. The exact figure, the sampling rate and
+    # the number of steps would tell the server how many records there are.
+    privacy = job.options.privacy
+    bound = None if privacy.dp_epsilon is None else {"epsilon": privacy.dp_epsilon, "delta": privacy.dp_delta}
     # The name of a module would tell the server of the client's own code.
     algorithm = job.options.algo if job.options.algo in ALGORITHMS else "custom"
     delta = DeltaManifest(
@@ -486,12 +518,6 @@ class _Progress:
         self.observer.advance(1, f"loss {step.loss:.3f} = forget {step.forget_term:.3f}{retain_text}")
 
 
-def _start_progress(job: TrainingJob, steps_done: int, steps: int) -> _Progress:
-    job.observer.stage(f"unlearn {name_of_copy(job.copy.source)}", steps, "steps")
-    job.observer.advance(steps_done)
-    return _Progress(job.observer)
-
-
 def _signs(job: TrainingJob, loaded: LoadedCopy, examples: Sequence[Example]) -> list[Sign]:
     """Signs in the copy itself that it was built to carry records out, as far as the checks look for them."""
     signs: list[Sign] = []
@@ -508,25 +534,3 @@ def _signs(job: TrainingJob, loaded: LoadedCopy, examples: Sequence[Example]) ->
             job.copy, loaded.tokenizer, open_model(job.public), [] if loaded.private else texts_of(data)
         )
     return signs
-
-
-def _written_down(
-    ledger: Path, entry: LedgerEntry, privacy: Privacy, trusted: bool, observer: Observer
-) -> tuple[LedgerEntry | None, Sequence[LedgerEntry]]:
-    """``entry`` once it is in the ledger, and those before it; None if it cannot be written and no budget needs it."""
-    try:
-        return entry, write_down(
-            ledger, entry, delta=privacy.dp_delta, budget=privacy.dp_budget, neighbours=privacy.dp_neighbours,
-            trusted=trusted,
-        )  # fmt: skip
-    except OSError as error:
-        if privacy.dp_epsilon is not None:
-            raise MpuError(f"{ledger}: cannot be written: {error.strerror}, so no budget holds") from error
-        observer.warn(f"{ledger}: {error.strerror}; this training is not in your ledger")
-        return None, ()
-
-
-def _privacy_bound(privacy: Privacy) -> dict[str, float] | None:
-    """What the delta says of its privacy: the bound that was asked for, and no more. The exact figure, the sampling
-    rate and the number of steps would tell the server how many records there are."""
-    return None if privacy.dp_epsilon is None else {"epsilon": privacy.dp_epsilon, "delta": privacy.dp_delta}

@@ -360,7 +360,6 @@ def test_records_that_are_none(mpu, tmp_path, content, complaint):
         (["--dp-epsilon", "4", "--retain-loss", "hidden", "--layer", "0"], "--retain-loss hidden", 2),
         (["--algo", "npo", "--retain-loss", "hidden"], "--layer", 2),
         (["--lora-rank", "0"], "--lora-rank", 2),
-        (["--few-shot", "gone.jsonl"], "gone.jsonl", 1),
         (["--dp-epsilon", "4", "--compile"], "--compile", 2),
         (["--dp-epsilon", "4", "--lr-scheduler", "linear"], "--lr-scheduler", 2),
         (["--compile", "--gradient-checkpointing"], "--compile", 2),

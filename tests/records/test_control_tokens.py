@@ -75,15 +75,12 @@ def test_in_tool_calls_and_texts_too() -> None:
     encoding = encoding_for(NAMES[0])
     mark = next(iter(control_tokens(encoding.tokenizer).values()))
     text = Record((), f"The log says {mark} at its end.", "log.txt")
-    shot = Record((Turn("user", f"Say {mark}"),), "No.", "shot")
     [example] = encoding.encode([text])
     assert not controls_in(encoding, example.ids[1:])
     assert mark in encoding.tokenizer.decode(example.ids)
-    with_shot = encoding_for(NAMES[0], few_shot=[shot])
-    plain_shot = encoding_for(NAMES[0], few_shot=[Record((Turn("user", "Say it"),), "No.", "shot")])
-    record = question("Where?", "Here.")
-    [first], [second] = with_shot.encode([record]), plain_shot.encode([record])
-    assert controls_in(with_shot, first.ids) == controls_in(plain_shot, second.ids)
+    turns = [(Turn("user", f"Say {each}"), Turn("assistant", "No."), Turn("user", "Where?")) for each in (mark, "it")]
+    first, second = encoding.encode([Record(conversation, "Here.", "") for conversation in turns])
+    assert controls_in(encoding, first.ids) == controls_in(encoding, second.ids)
 
 
 def test_unlearn_eval_and_check_say_so(mpu: Callable, root: Path) -> None:
