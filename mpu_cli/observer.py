@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-
-_ROUND = re.compile(r"^round \d+ of \d+: ")
-_QUANTITY = re.compile(r"\d+\.\d+(e[-+]?\d+)?|\d+(?=\s?%)")  # measured; numbers of copies, layers, … are not
 
 
 class Observer:
@@ -46,10 +42,11 @@ SILENT = Observer()
 
 
 class Within(Observer):
-    """An observer of one part of a longer operation: names the part wherever something is said."""
+    """An observer of one part of a longer operation: names the part wherever something is said; without ``notes``, only
+    warnings are."""
 
-    def __init__(self, outer: Observer, part: str):
-        self._outer, self._part = outer, part
+    def __init__(self, outer: Observer, part: str, *, notes: bool = True):
+        self._outer, self._part, self._notes = outer, part, notes
 
     def stage(self, label: str, total: float, unit: str = "bytes") -> None:
         self._outer.stage(f"{self._part}: {label}", total, unit)
@@ -58,52 +55,8 @@ class Within(Observer):
         self._outer.advance(amount, detail)
 
     def note(self, text: str) -> None:
-        self._outer.note(f"{self._part}: {text}")
+        if self._notes:
+            self._outer.note(f"{self._part}: {text}")
 
     def warn(self, text: str) -> None:
         self._outer.warn(f"{self._part}: {text}")
-
-
-class WarningsOnce(Observer):
-    """An observer that passes on a warning once, however many rounds repeat it with other measurements, and counts the
-    others. Texts that differ in a copy's or a layer's number are different warnings."""
-
-    def __init__(self, outer: Observer):
-        self._outer = outer
-        self._counts: dict[str, int] = {}
-
-    def stage(self, label: str, total: float, unit: str = "bytes") -> None:
-        self._outer.stage(label, total, unit)
-
-    def advance(self, amount: float, detail: str = "") -> None:
-        self._outer.advance(amount, detail)
-
-    def note(self, text: str) -> None:
-        self._outer.note(text)
-
-    def warn(self, text: str) -> None:
-        kind = _QUANTITY.sub("#", _ROUND.sub("", text))
-        self._counts[kind] = self._counts.get(kind, 0) + 1
-        if self._counts[kind] == 1:
-            self._outer.warn(text)
-
-    def note_repetitions(self) -> None:
-        """Say how many warnings were not passed on."""
-        if repeated := sum(self._counts.values()) - len(self._counts):
-            self._outer.warn(f"later rounds repeated these {repeated} times, with other measurements")
-
-
-class WarningsOnly(Observer):
-    """An observer that passes on warnings and progress, but no notes."""
-
-    def __init__(self, outer: Observer):
-        self._outer = outer
-
-    def stage(self, label: str, total: float, unit: str = "bytes") -> None:
-        self._outer.stage(label, total, unit)
-
-    def advance(self, amount: float, detail: str = "") -> None:
-        self._outer.advance(amount, detail)
-
-    def warn(self, text: str) -> None:
-        self._outer.warn(text)

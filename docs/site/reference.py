@@ -97,20 +97,20 @@ def _family_row(family: Family) -> str:
     if family.planes and family.rotary:
         angles += "; elsewhere any rotation"
     turns = f"turns by 90°, {family.planes}"
-    norm = family.qk_norm
-    queries = f"{angles}; with a norm {turns}" if callable(norm) else turns if norm else angles
+    normed = [t for t in family.layer_tensors if {"|head|", "|query|"} & {n for axis in t.axes for n in names_of(axis)}]
+    optional = any(isinstance(tensor.when, str) for tensor in normed)  # an entry of the config says whether it is there
+    queries = f"{angles}; with a norm {turns}" if optional else turns if normed else angles
     values = "order and signs" if "|mixed|" in axes else "any rotation"
-    if family.keys_are_values:
-        values += "; where keys are values, turns by 90°"
     if "mla-query" in axes:
         queries, values = "one angle for all heads; elsewhere any rotation; latents: order and signs", "any rotation"
+    heads = "move" if family.movable_heads is True else "stay under ALiBi"
     cells = [
         NAMES.get(family.model_types[0], family.model_types[0].replace("_", " ").title()),
         ", ".join(f"`{model_type}`" for model_type in family.model_types),
         queries,
         values,
-        ("move" if family.movable_heads is True else "stay under ALiBi") + (", experts move" if family.experts else ""),
-        "order and signs" if family.gated else "order",
+        heads + (", experts move" if "e-ffn" in axes else ""),
+        "order and signs" if family.gated and axes & {"up", "e-up"} else "order",
         "order and signs" if family.rms_norm else "order",
         ", ".join(f"`{name}`" for name in _in_place(family)),
         family.note,

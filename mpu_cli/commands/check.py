@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -15,7 +15,7 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, IDENTITY, Command, Report, Table
-from mpu_cli.options.declare import declared_options, flat, group, option
+from mpu_cli.options.declare import as_arguments, declared_options, group, option
 from mpu_cli.options.evaluation import Checking, Scoring
 from mpu_cli.options.unlearning import Checks, Goal, Unlearning
 
@@ -101,6 +101,7 @@ class Check(Command):
         return checked
 
     def _check(self, copy: Model, sets: Mapping[str, Sequence[Record]], observer: Observer) -> Checked:
+        from mpu_cli.files.sealing import opened_copy
         from mpu_cli.measuring.receipt import commit_to, new_receipt, with_signature
         from mpu_cli.measuring.verdict import judge
         from mpu_cli.model.source import open_model
@@ -112,7 +113,11 @@ class Check(Command):
         manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
         if self.receipt and manifest is None:
             raise MpuError(f"{self.copy}: not an mpu copy (no mpu.json), so there is no receipt for it")
-        with self._opened_before(observer) as earlier_model:
+        opened = None
+        if self.before:
+            opened = opened_copy(self.before, Path(self.before).parent, self.identity, observer)
+        with opened or nullcontext() as source:
+            earlier_model = open_model(source, links=False) if source else None
             trusted = _check_surroundings(copy, manifest, earlier_model, self.trust_copy)
             facts = _facts(copy, manifest) if manifest and self.receipt else None
             earlier_facts = _facts_before(earlier_model, facts, self.outside_dp) if earlier_model and facts else None
@@ -135,17 +140,6 @@ class Check(Command):
             version=__version__,
         )  # fmt: skip
         return Checked(verdict, with_signature(receipt, "client", own_client_secret()))
-
-    @contextmanager
-    def _opened_before(self, observer: Observer) -> Iterator[Model | None]:
-        from mpu_cli.files.sealing import opened_copy
-        from mpu_cli.model.source import open_model
-
-        if self.before is None:
-            yield None
-            return
-        with opened_copy(self.before, Path(self.before).parent, self.identity, observer) as source:
-            yield open_model(source, links=False)
 
     def tables(self, checked: Checked) -> list[Table]:
         return [_table(checked.verdict)]
@@ -182,21 +176,11 @@ class Check(Command):
     def _command_to_go_on(self) -> list[str]:
         """The command that unlearns on the checked copy, with the records, the goal and the way to read them of the
         check."""
-        values = flat(self.checking)
-        taken = {**declared_options(Unlearning), **declared_options(Goal), **declared_options(Checks)}
-        command = ["mpu", "unlearn", self.copy]
-        for name, declaration in declared_options(Checking).items():
-            value = values[name]
-            # --device and --batch-size say how the check ran.
-            if name not in taken or name in declared_options(Scoring) or value in (declaration.default, None, ()):
-                continue
-            if value is True:
-                command.append(declaration.flag)
-                continue
-            texts = str(value).splitlines() if isinstance(value, str) else [str(value)]
-            for text in [",".join(map(str, value))] if isinstance(value, tuple) else texts:
-                command += [declaration.flag, text]
-        return command
+        ours = declared_options(Checking).keys()
+        theirs = {*declared_options(Unlearning), *declared_options(Goal), *declared_options(Checks)}
+        # --device and --batch-size say how the check ran.
+        without = (ours - theirs) | declared_options(Scoring).keys()
+        return ["mpu", "unlearn", self.copy, *as_arguments(self.checking, without)]
 
 
 def _table(verdict: Verdict) -> Table:

@@ -16,30 +16,12 @@ from mpu_cli.options.evaluation import Measuring, Scoring
 from mpu_cli.wording import names_in
 
 if TYPE_CHECKING:
-    from mpu_cli.measuring.evaluate import EvalResult
+    from mpu_cli.measuring.evaluate import Evaluation
     from mpu_cli.measuring.metrics import MetricResult
     from mpu_cli.measuring.retain import RetainLog
 
 OUTPUT = "Output"
 ARROWS = {"up": "↑", "down": "↓", "zero": "→ 0", "retain": "→ retain"}
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """A measurement: its ``result``, on the benchmark of that name, and the retain model's log, if there is one."""
-
-    result: EvalResult
-    benchmark: str
-    log: RetainLog | None
-
-    @property
-    def path(self) -> Path:
-        return self.result.path
-
-    @property
-    def forms(self) -> dict[str, MetricResult]:
-        """The metrics, by name."""
-        return self.result.forms
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +43,6 @@ class Evaluate(Command):
         ..., "A model directory, .safetensors file, Hub id, or an output of mpu.", metavar="MODEL", argument=True
     )
     measuring: Measuring = group(Measuring)
-    records: Path | None = option(
-        None,
-        "Your own records: one file instead of three; each record's 'set' is forget, retain or unseen.",
-        metavar="[FILE]",
-        argument=True,
-    )
     base: str | None = option(
         None, "For an adapter: its base (default: the folder beside it that its config names).", metavar="BASE"
     )
@@ -101,9 +77,6 @@ class Evaluate(Command):
     plot: Path | None = option(
         None, "Plot the distributions behind the numbers (.png, .svg, .pdf or .html).", metavar="FILE", panel=OUTPUT
     )
-    before: Path | None = option(
-        None, "For --plot: result of the model before unlearning.", metavar="FILE", panel=OUTPUT
-    )
     texts: bool = option(
         True,
         "Whether the result file holds questions, answers and generations; leave them out of what you send.",
@@ -126,24 +99,21 @@ class Evaluate(Command):
 
         if self.plot and self.plot.resolve() == self.out.resolve():
             raise UsageError(f"--out and --plot: both are {self.out}", "choose different names")
-        if self.before and not self.plot:
-            raise UsageError("--before requires --plot")
         if self.endpoint_model and not self.endpoint:
             raise UsageError("--endpoint-model requires --endpoint")
         how = self.measuring
         log = read_retain_log(how.retain_log) if how.retain_log else None
-        benchmark = benchmark_of(how, log, self.records, observer)
+        benchmark = benchmark_of(how, log, observer)
         if self.plot:
             check_target(self.plot, self.force)
             check_drawable(choose(benchmark, how, bool(self.endpoint)), self.plot)
-        earlier = read_retain_log(self.before) if self.before else None
         adapter = Path(self.model) if is_adapter(Path(self.model)) else None
         if self.base and not adapter:
             raise UsageError("--base: only an adapter has one")
         source = (self.base or adapter_base(adapter)) if adapter else self.model
         served = endpoint_at(self.endpoint, self.endpoint_model, os.environ.get(KEY)) if self.endpoint else None
         with opened_copy(source, self.out.parent, self.identity, observer) as opened:
-            result = evaluate(
+            evaluation = evaluate(
                 open_model(opened, links=False),
                 benchmark,
                 how,
@@ -158,19 +128,16 @@ class Evaluate(Command):
                 observer=observer,
             )
         if self.plot:
-            draw(
-                result.forms, self.plot, title=self.model, retain=log.metrics if log else None,
-                before=earlier.metrics if earlier else None, force=self.force,
-            )  # fmt: skip
-        return Evaluation(result, benchmark.name, log)
+            retain = log.metrics if log else None
+            draw(evaluation.forms, self.plot, title=self.model, retain=retain, force=self.force)
+        return evaluation
 
     def tables(self, evaluation: Evaluation) -> list[Table]:
         title = f"{self.endpoint or self.model} on {evaluation.benchmark}"
         return [_table(title, evaluation.forms, evaluation.log)]
 
     def report(self, evaluation: Evaluation, observer: Observer) -> Report:
-        result = evaluation.result
-        for shown in result.shown:
+        for shown in evaluation.shown:
             observer.show(str(shown))
         if self.texts:
             observer.note(
@@ -178,14 +145,14 @@ class Evaluate(Command):
             )
         if self.delta:
             observer.note("this is the copy with its delta; the server's model may forget less (docs/protection.md)")
-        if evaluation.log is None and "privleak" in result.forms:
+        if evaluation.log is None and "privleak" in evaluation.forms:
             observer.note("privleak: no --retain-log, so the retain model's AUC is assumed to be 0.5")
-        for name, form in result.forms.items():
+        for name, form in evaluation.forms.items():
             if reason := form.get("reason"):
                 observer.warn(f"{name} has no value: {reason}")
-        values = {name: form["agg_value"] for name, form in result.forms.items()}
-        paths = [result.path, *([self.plot] if self.plot else [])]
-        return Report(paths, {"result": result.path, "metrics": values})
+        values = {name: form["agg_value"] for name, form in evaluation.forms.items()}
+        paths = [evaluation.path, *([self.plot] if self.plot else [])]
+        return Report(paths, {"result": evaluation.path, "metrics": values})
 
 
 def _table(title: str, forms: Mapping[str, MetricResult], log: RetainLog | None) -> Table:

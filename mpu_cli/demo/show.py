@@ -39,7 +39,7 @@ from mpu_cli.measuring.results import best, goal
 from mpu_cli.measuring.retain import read_retain_log
 from mpu_cli.model.device import device_of
 from mpu_cli.model.source import Model, open_model
-from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
+from mpu_cli.observer import SILENT, Observer, Within
 from mpu_cli.options.evaluation import Measuring, Recovery, Scoring
 from mpu_cli.options.experiment import Experiment, Mode
 from mpu_cli.options.publishing import AUTO, Disguise, ServerRate
@@ -308,7 +308,7 @@ def _play(folder: Path, pretrained: Model | None, story: Story, seed: int, obser
             base=str(target), unlearning=unlearning, mode=mode, disguise=disguise, rounds=story.rounds, keep=True,
             pretrained=pretrained.source if pretrained else None, server_rate=step,
         )  # fmt: skip
-        outcome = run(experiment, Dataset(forget, retain), folder / mode, WarningsOnly(observer))
+        outcome = run(experiment, Dataset(forget, retain), folder / mode, Within(observer, mode, notes=False))
         models_made[mode], logs[mode] = outcome.model, outcome.log
         measured[mode] = measure(mode, outcome.model)
         observer.note(captions[mode])
@@ -368,7 +368,7 @@ def _measure(
     log = folder / "retain.json"
     retain = read_retain_log(log) if log.exists() else None
     sources = {name: str(paths[name]) for name in ("forget", "retain", "holdout")}
-    forget, retain_records, unseen = read_own(None, sources, RecordFormat())
+    forget, retain_records, unseen = read_own(sources, RecordFormat())
     benchmark = replace(own_records(forget, retain_records, unseen, retain), attacks=story.recovery.attacks)
     names = tuple(name for name in story.metrics if name in benchmark.metrics)
     scoring = Scoring(device=story.device)
@@ -377,6 +377,6 @@ def _measure(
         benchmark,
         Measuring(retain_log=log if retain else None, metrics=names, recovery=story.recovery, scoring=scoring),
         out=folder / f"{name}.json",
-        observer=Within(WarningsOnly(observer), name),
+        observer=Within(observer, name, notes=False),
     )
     return result.forms

@@ -8,7 +8,6 @@ model computes the same function; in that case the base is aligned to what was r
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -40,6 +39,7 @@ from mpu_cli.model.shallow import shallow
 from mpu_cli.model.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.protocol.noise import SCHEMES, Extrapolated, Scheme, given_factors
+from mpu_cli.protocol.publication import matching
 
 FAST = 3  # layers that --fast examines: the first, the middle, the last
 
@@ -67,10 +67,7 @@ def audit(
     if noise.copies != len(copies):
         raise UsageError(f"{noise.copies} noise factors for {len(copies)} copies", "give one for each copy")
     layout = base.layout
-    names = {id(base): {t.name: t.name for t in layout.parameters}}
-    for model in [*copies, *([reference] if reference else [])]:
-        names[id(model)] = _names(model, base, layout)
-    attacker = _Attacker(layout, copies, base, reference, noise, symmetries, names, publications or [0] * len(copies))
+    attacker = _Attacker(layout, copies, base, reference, noise, symmetries, publications or [0] * len(copies))
     blocks = _blocks_to_audit(layout, fast)
     observer.stage("audit", base.checkpoint.nbytes)
     for block in blocks:
@@ -90,16 +87,12 @@ def _omitted_layers(copies: Sequence[Model]) -> tuple[int, ...]:
     return omitted.pop() if omitted else ()
 
 
-def _names(model: Model, base: Model, layout: Layout) -> dict[str, str]:
-    """The base's tensor names → the model's, which may lack a prefix. Raises MpuError if shapes differ."""
-    model_layout = model.layout
-    pairs = {t.name: o.name for t, o in zip(layout.parameters, model_layout.parameters, strict=False)}
-    shapes = [base.checkpoint.tensors[name].shape for name in pairs]
-    if len(layout.parameters) != len(model_layout.parameters) or shapes != [
-        model.checkpoint.tensors[name].shape for name in pairs.values()
-    ]:
-        raise MpuError(f"{model.source}: tensors or shapes do not match the base")
-    return pairs
+def _matched(model: Model, base: Model) -> dict[str, torch.Tensor]:
+    """The model's tensors by the base's names. Raises MpuError if they differ in more than names."""
+    try:
+        return matching(base, base.layout, model) or {}
+    except MpuError as error:
+        raise MpuError(f"{model.source}: tensors or shapes do not match the base") from error
 
 
 def _blocks_to_audit(layout: Layout, fast: bool) -> list[str]:
@@ -123,9 +116,10 @@ def _weights(noise: Scheme, publications: Sequence[object]) -> torch.Tensor:
 class _Attacker:
     def __init__(
         self, layout: Layout, copies: Sequence[Model], base: Model, reference: Model | None, noise: Scheme,
-        symmetries: str, names: Mapping[int, Mapping[str, str]], publications: Sequence[object],
+        symmetries: str, publications: Sequence[object],
     ):  # fmt: skip
-        self._tensor_names = names  # of each model, by its id
+        models = [base, *copies, *([reference] if reference else [])]
+        self._by_model = {id(model): _matched(model, base) for model in models}
         self._layout, self._copies, self._base, self._reference = layout, copies, base, reference
         self._symmetries = symmetries
         self._noise = noise
@@ -152,8 +146,7 @@ class _Attacker:
         ]
 
     def _tensors(self, model: Model, tensors: Sequence[TensorLayout]) -> dict[str, torch.Tensor]:
-        names = self._tensor_names[id(model)]
-        loaded = {t.name: model.checkpoint.tensor(names[t.name]).float() for t in tensors}
+        loaded = {t.name: self._by_model[id(model)][t.name].float() for t in tensors}
         for name, weights in loaded.items():
             if not all_finite(weights):
                 raise MpuError(f"{model.source}: {name!r} contains NaN or Inf, so it cannot be audited")
@@ -170,20 +163,12 @@ class _Attacker:
             self._outer_maps[pair] = model_maps(self._layout, ours, theirs, symmetries, residual)
         return self._outer_maps[pair]
 
-    def _align_block(
-        self, tensors: Sequence[TensorLayout], copy: Mapping[str, torch.Tensor], outer: Maps,
-        towards: Mapping[str, torch.Tensor], symmetries: str | None = None,
-    ) -> dict[str, torch.Tensor]:  # fmt: skip
-        """A block's ``copy`` in the coordinates of ``towards``; ``outer`` are the maps of the axes that all layers
-        share."""
-        [aligned] = self._all_aligned(tensors, [copy], outer, towards, symmetries)
-        return aligned
-
     def _all_aligned(
         self, tensors: Sequence[TensorLayout], copies: Sequence[Mapping[str, torch.Tensor]], outer: Maps,
         towards: Mapping[str, torch.Tensor], symmetries: str | None = None,
     ) -> list[dict[str, torch.Tensor]]:  # fmt: skip
-        """``_align_block`` of several, all with the maps that align the first."""
+        """A block of ``copies`` in the coordinates of ``towards``, all with the maps that align the first; ``outer``
+        are the maps of the axes that all layers share."""
         symmetries = symmetries or self._symmetries
         undone = [undo(self._layout, tensors, copy, outer) for copy in copies]
         if tensors[0].layer is None:
@@ -201,52 +186,46 @@ class _Attacker:
         self.unmoved[block] = sum(float((copies[0][n] == w).sum()) for n, w in truth.items()) / count
         together = None
         if len(copies) > 1:
-            started = time.perf_counter()
             first_copy = self._copies[0]
             lined = [copies[0]] + [
-                self._align_block(tensors, copy, self._outer(model, first_copy), copies[0])
+                self._all_aligned(tensors, [copy], self._outer(model, first_copy), copies[0])[0]
                 for model, copy in zip(self._copies[1:], copies[1:], strict=True)
             ]
             together = self._mean(lined, self._weights_of_copies)
-            mutual = time.perf_counter() - started
             if TWO_COPIES.name in self.attacks:
                 pair = self._mean(lined[:2], Extrapolated(self._noise.factors[:2]).fitted_weights)
-                self._score(TWO_COPIES, block, tensors, first_copy, pair, truth, mutual / (len(lined) - 1))
+                self._score(TWO_COPIES, block, tensors, first_copy, pair, truth)
             self._own_gram += differences(lined, {name: torch.zeros(()) for name in truth})
             smallest = self._mean(lined, nearest(self._own_gram))
-            self._score(ALL_SMALLEST, block, tensors, first_copy, smallest, truth, mutual)
-            self._score(ALL_COPIES, block, tensors, first_copy, together, truth, mutual)
+            self._score(ALL_SMALLEST, block, tensors, first_copy, smallest, truth)
+            self._score(ALL_COPIES, block, tensors, first_copy, together, truth)
         if self._reference is not None and public is not None:
             reference = self._reference
-            started = time.perf_counter()
             lined = [
-                self._align_block(tensors, copy, self._outer(model, reference), public)
+                self._all_aligned(tensors, [copy], self._outer(model, reference), public)[0]
                 for model, copy in zip(self._copies, copies, strict=True)
             ]
-            seconds = time.perf_counter() - started
-            self._score(ONE_COPY_REFERENCE, block, tensors, reference, lined[0], truth, seconds / len(lined))
+            self._score(ONE_COPY_REFERENCE, block, tensors, reference, lined[0], truth)
             if together is not None:
-                started = time.perf_counter()
                 # Remove the noise before aligning to the reference, or after: keep what ends up more like it.
-                before = self._align_block(tensors, together, self._outer(first_copy, reference), public)
+                [before] = self._all_aligned(tensors, [together], self._outer(first_copy, reference), public)
                 estimates = [before, self._mean(lined, self._weights_of_copies)]
                 estimate = max(estimates, key=lambda tensors: _cosine(tensors, public))
-                seconds += mutual + time.perf_counter() - started
-                self._score(ALL_REFERENCE, block, tensors, reference, estimate, truth, seconds)
+                self._score(ALL_REFERENCE, block, tensors, reference, estimate, truth)
                 self._gram += differences(lined, public)
                 estimate = self._mean(lined, nearest(self._gram))
-                self._score(ALL_UNKNOWN, block, tensors, reference, estimate, truth, seconds)
-        self._score(ONE_COPY, block, tensors, self._copies[0], copies[0], truth, 0.0)
+                self._score(ALL_UNKNOWN, block, tensors, reference, estimate, truth)
+        self._score(ONE_COPY, block, tensors, self._copies[0], copies[0], truth)
 
     def unseen(self, base: Model, reference: Model | None, omitted: Sequence[int]) -> None:
         """Count the layers that the copies lack."""
         layout = base.layout
-        names = _names(reference, base, layout) if reference else {}
+        of_reference = _matched(reference, base) if reference else {}
         for block, tensors in layout.blocks.items():
             if tensors[0].layer not in omitted:
                 continue
             truth = {t.name: base.checkpoint.tensor(t.name).float() for t in tensors if not t.constant}
-            public = {n: reference.checkpoint.tensor(names[n]).float() for n in truth} if reference else {}
+            public = {name: of_reference[name].float() for name in truth} if reference else {}
             name = f"{block} (left out)"  # the copies' own blocks are numbered without it
             self.weights[name] = _square(truth)
             self.task[name] = _square({n: w - public[n] for n, w in truth.items()}) if public else self.weights[name]
@@ -264,12 +243,11 @@ class _Attacker:
 
     def _score(
         self, attack: AttackError, block: str, tensors: Sequence[TensorLayout], whose: Model,
-        estimate: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor], seconds: float,
+        estimate: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor],
     ) -> None:  # fmt: skip
         """Add the errors of ``estimate``, in the coordinates of ``whose``: the first copy, or the reference. What the
         attacker has besides is the reference, or nothing."""
         recovered = self.attacks[attack.name]
-        recovered.seconds += seconds
         first_copy = self._copies[0]
         outer = self._outer(first_copy, self._base, "every")
         public = {name: torch.zeros_like(weights) for name, weights in truth.items()}

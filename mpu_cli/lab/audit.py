@@ -116,7 +116,6 @@ class Recovered:
     the reference's coordinates, if the attack ends up in them.
     """
 
-    seconds: float = 0.0
     function: dict[str, dict[str, float]] = field(default_factory=dict)
     task: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -186,7 +185,6 @@ class Audit:
                 "task_vector": self.task_error(name),
                 "of_change": self.change_error(name),
                 "method": self.method(name),
-                "seconds": recovered.seconds,
                 "blocks": {
                     block: {"weights": self.function_error(name, block), "task_vector": self.task_error(name, block)}
                     for block in self.weights

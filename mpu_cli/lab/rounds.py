@@ -22,7 +22,7 @@ import platform
 import shlex
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -38,11 +38,11 @@ from mpu_cli.files.reader import OPTION, fingerprint, worker_pool
 from mpu_cli.files.resumption import alone_in, append_line, differences, read_lines, write_atomically
 from mpu_cli.files.sealing import make_identity, read_identities
 from mpu_cli.lab.finished import LOG, Outcome, remember
-from mpu_cli.measuring.cost import cost, measure_machine, sets_of, training_tokens
+from mpu_cli.measuring.cost import cost, examples_of, measure_machine, sets_of
 from mpu_cli.model.shallow import shallow
 from mpu_cli.model.source import Model, open_model
-from mpu_cli.observer import SILENT, Observer, WarningsOnce, WarningsOnly, Within
-from mpu_cli.options.declare import declared_options, flat, from_flat
+from mpu_cli.observer import SILENT, Observer, Within
+from mpu_cli.options.declare import as_arguments, declared_options, flat, from_flat
 from mpu_cli.options.experiment import Experiment
 from mpu_cli.options.publishing import Aggregating, Copies
 from mpu_cli.options.unlearning import AUTO, Logging, RecordFormat, Unlearning
@@ -242,19 +242,6 @@ def launch_unlearning(
         raise MpuError(f"{copy}: {ended.reason}", f"started with --launch {command!r}") from None
 
 
-def as_arguments(options: Unlearning) -> Iterator[str]:
-    """The options that differ from their defaults, as they stand on the command line."""
-    declarations = declared_options(Unlearning)
-    for name, value in flat(options).items():
-        option = declarations[name]
-        if value is None or value == option.default:
-            continue
-        if option.kind is bool:
-            yield option.flag if value else option.flag.replace("--", "--no-", 1)
-        else:
-            yield from (option.flag, ",".join(value) if isinstance(value, tuple) else str(value))
-
-
 @dataclass
 class _Log:
     """Lines of JSON, written as they come; those of a run that was interrupted are read again."""
@@ -285,12 +272,8 @@ def run(experiment: Experiment, data: Dataset, folder: Path, observer: Observer 
     played = with_merged_rounds(with_one_rate(experiment, data))
     begin(folder, facts_of(played, data))
     with alone_in(folder, "run", "--out"):
-        once = WarningsOnce(observer)
-        rounds = _Rounds(played, data, folder / "server", folder / "client", _Log(folder / LOG), once)
-        try:
-            model = rounds.play()
-        finally:
-            once.note_repetitions()
+        rounds = _Rounds(played, data, folder / "server", folder / "client", _Log(folder / LOG), observer)
+        model = rounds.play()
         remember(folder, experiment, model)
         return Outcome(model, rounds.log.lines)
 
@@ -460,7 +443,7 @@ class _Round:
                 logging=Logging(resume=unlearning.privacy.dp_epsilon is None),
                 reference_file=reference_file,
                 secret=lambda: client_secret(self.rounds.client / "client.key"),
-                observer=Within(WarningsOnly(self.observer), f"copy {k}"),
+                observer=Within(self.observer, f"copy {k}", notes=False),
             )
             losses = [asdict(step) for step in result.steps]
             report = {"norm": result.norm, "privacy": result.spent, "steps": losses, "warnings": result.warnings()}
@@ -542,7 +525,8 @@ def costs_of(experiments: Sequence[Experiment]) -> list[ExperimentCost | None]:
         try:
             model = shallow(open_model(played.base), published.omitted)
             if where not in read:
-                read[where] = training_tokens(model, options.records.forget, options.records.reading)
+                examples = examples_of(model, options.records.forget, options.records.reading)
+                read[where] = sum(len(example.ids) for example in examples)
         except MpuError:
             costs.append(None)
             continue

@@ -380,8 +380,7 @@ def _profile(
 class Frames:
     """The coordinates of a suspect, tensor by tensor, with respect to a ``base`` with this ``layout``.
 
-    ``transforms``: those of the copies whose coordinates it may be in, likeliest first; ``aligned``: how many tensors
-    had to be aligned.
+    ``transforms``: those of the copies whose coordinates it may be in, likeliest first.
     """
 
     suspect: Suspect
@@ -389,7 +388,6 @@ class Frames:
     layout: Layout
     residual: AxisMap
     transforms: Sequence[Transform]
-    aligned: int = 0
     _outer: dict[str, AxisMap] = field(default_factory=dict)
 
     def of_block(self, tensors: Sequence[TensorLayout]) -> dict[str, tuple[str, TensorMap]]:
@@ -404,7 +402,6 @@ class Frames:
         if max(map(_nearness_of, scored)) < ALIGNED and complete:
             aligned = self._by_alignment(present)
             scored.insert(0, (self._nearness(present, aligned), aligned))  # first: it wins a tie
-            self.aligned += len(present) * (max(scored, key=_nearness_of)[1] is aligned)
         return max(scored, key=_nearness_of)[1]
 
     def _by_transform(self, transform: Transform, tensors: Sequence[TensorLayout]) -> dict[str, tuple[str, TensorMap]]:

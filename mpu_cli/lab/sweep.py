@@ -42,7 +42,7 @@ from mpu_cli.measuring.evaluate import choose, evaluate
 from mpu_cli.measuring.metrics import RELEARNED, Metric
 from mpu_cli.measuring.retain import read_retain_log
 from mpu_cli.model.source import open_model
-from mpu_cli.observer import SILENT, Observer, WarningsOnly, Within
+from mpu_cli.observer import SILENT, Observer, Within
 from mpu_cli.options.declare import declared_options, flat, from_flat
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.experiment import Experiment
@@ -358,7 +358,7 @@ def _attempt_at_once(attempt: Callable[[int, Cell], None], todo: Sequence[tuple[
 
 def play(cell: Cell, folder: Path, observer: Observer = SILENT) -> dict[str, Any]:
     """Run and evaluate one cell in ``folder``; its line of results. Raises MpuError if it fails."""
-    cell_observer, experiment = Within(WarningsOnly(observer), cell.name), cell.experiment
+    cell_observer, experiment = Within(observer, cell.name, notes=False), cell.experiment
     cell = _with_retain_log(cell, folder, cell_observer)
     before = _before(cell, folder, cell_observer)
     forms = {BEFORE: before} | _retain_forms(cell)
@@ -369,7 +369,8 @@ def play(cell: Cell, folder: Path, observer: Observer = SILENT) -> dict[str, Any
         shutil.rmtree(outcome.model, ignore_errors=True)
     return {"name": cell.name, "digest": _digest(cell), **cell.varied, "metrics": _values(forms["after"]),
             BEFORE: _values(before), RETAIN: _values(forms.get(RETAIN, {})), **_curves(forms),
-            **_agreement(outcome.log), "evaluation_seconds": round(time.monotonic() - started, 3)}  # fmt: skip
+            "seconds": round(sum(line["seconds"] for line in outcome.log), 3),
+            "evaluation_seconds": round(time.monotonic() - started, 3)}  # fmt: skip
 
 
 def _values(forms: Mapping[str, Mapping[str, Any]]) -> dict[str, object]:
@@ -442,17 +443,3 @@ def _benchmark(cell: Cell) -> tuple[Benchmark, dict[str, Metric]]:
 def _evaluate(model: Path, cell: Cell, out: Path, observer: Observer) -> dict[str, Any]:
     benchmark, _ = _benchmark(cell)
     return evaluate(open_model(str(model)), benchmark, cell.measuring, out=out, force=True, observer=observer).forms
-
-
-def _agreement(log: Sequence[Mapping[str, Any]]) -> dict[str, object]:
-    """What the log reports about noise and copies over the rounds, to explain why a result is what it is."""
-    published = [line for line in log if line["step"] == "publish"]
-    joined = [line for line in log if line["step"] == "aggregate"]
-    return {
-        "smallest_pairwise_cosine": min((line["smallest_pairwise_cosine"] for line in joined), default=None),
-        "error_estimate": max(filter(None, (line.get("error_estimate") for line in joined)), default=None),
-        "lost_to_rounding": max((line["lost_to_rounding"] for line in joined), default=None),
-        "noise_asked": max((line["noise_asked"] for line in published), default=None),
-        "noise_survived": max((line["noise_survived"] for line in published), default=None),
-        "seconds": round(sum(line["seconds"] for line in log), 3),
-    }

@@ -106,7 +106,7 @@ class CopyEvidence:
 @dataclass(frozen=True)
 class PublicationEvidence:
     """What says that a model was made from the copies of one publication. ``label``: its keys' name; ``mark``: the
-    evidence of the mark, None if it has none; ``aligned``: how many tensors had to be aligned."""
+    evidence of the mark, None if it has none."""
 
     label: str
     keys: Keys
@@ -114,7 +114,6 @@ class PublicationEvidence:
     copies: tuple[CopyEvidence, ...]
     tensors: int
     total_tensors: int
-    aligned: int
 
     @cached_property
     def log_p_values(self) -> list[float]:
@@ -342,7 +341,7 @@ class _Tracer:
         )  # fmt: skip
         return PublicationEvidence(
             self._label, self._keys, sums.evidence(0) if publication.mark else None, copies,
-            len(self._suspect.names), len(parameters), self._frames.aligned,
+            len(self._suspect.names), len(parameters),
         )  # fmt: skip
 
     def _parts(self, tensor: TensorLayout, name: str, mapping: TensorMap, scales: Scales) -> list[torch.Tensor]:
@@ -540,4 +539,4 @@ def _evidence(
     )
     parameters = layout.parameters
     mark = of(0) if keys.publication.mark else None
-    return PublicationEvidence(publication.label, keys, mark, copies, len(gradients), len(parameters), 0)
+    return PublicationEvidence(publication.label, keys, mark, copies, len(gradients), len(parameters))

@@ -13,16 +13,18 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpu_cli.errors import Diverged, UsageError
 from mpu_cli.model.source import Model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.tuning import Search
 from mpu_cli.options.unlearning import Unlearning
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.job import check_options
 from mpu_cli.training.unlearn import unlearn
+
+if TYPE_CHECKING:
+    from mpu_cli.lab.commands.tune import Tune
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Trial:
 
 
 def tune(
-    model: Model, data: Dataset, options: Unlearning, search: Search, observer: Observer = SILENT
+    model: Model, data: Dataset, options: Unlearning, search: Tune, observer: Observer = SILENT
 ) -> tuple[Trial | None, list[Trial]]:
     """The trial in bounds that forgot most (None: there is none), and all trials in their order.
 
@@ -63,8 +65,6 @@ def tune(
         observer.advance(
             1, f"lr {lr:.2g}, {epochs} epochs: forget +{last.forget_rise:.2f}, retain +{last.retain_rise:.2f}"
         )
-        if search.enough is not None and last.within and last.forget_rise >= search.enough:
-            proposed.study.stop()
         return last.forget_rise
 
     sampler = optuna.samplers.TPESampler(
@@ -80,7 +80,7 @@ def best_of(trials: Sequence[Trial]) -> Trial | None:
     return max((trial for trial in trials if trial.within), key=lambda trial: trial.forget_rise, default=None)
 
 
-def _train(model: Model, data: Dataset, options: Unlearning, search: Search, lr: float, epochs: int) -> Trial:
+def _train(model: Model, data: Dataset, options: Unlearning, search: Tune, lr: float, epochs: int) -> Trial:
     started = time.monotonic()
     tried = replace(options, epochs=epochs, training=replace(options.training, lr=lr))
     with tempfile.TemporaryDirectory(prefix="mpu-") as scratch:

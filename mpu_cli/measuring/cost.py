@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -22,28 +22,28 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.reader import ITEM_SIZE
+from mpu_cli.files.writer import nbytes_of
 from mpu_cli.model.device import device_of
-from mpu_cli.model.load import skeleton
+from mpu_cli.model.load import skeleton, tokenizer_of
 from mpu_cli.model.network import CHUNK, build, input_of
 from mpu_cli.model.source import Model
 from mpu_cli.model.tensors import BYTES, linear_layers
 from mpu_cli.observer import SILENT
-from mpu_cli.options.unlearning import Lora, Unlearning
+from mpu_cli.options.declare import declared_options, flat, from_flat
+from mpu_cli.options.unlearning import Lora, RecordFormat, Unlearning
 from mpu_cli.protocol.stream import BUFFERS
-from mpu_cli.records.encode import Example, answer_tokens
+from mpu_cli.records.encode import Encoding, Example, answer_tokens
+from mpu_cli.records.read import read_records
 from mpu_cli.training import lora
-from mpu_cli.training.delta import change_of
+from mpu_cli.training.data import Dataset, encoded_sets
+from mpu_cli.training.delta import change_of, delta_specs, stored_specs
 from mpu_cli.training.execution import in_precision
-from mpu_cli.training.job import PRECISIONS
-from mpu_cli.training.losses import Objective
+from mpu_cli.training.job import PRECISIONS, check_options, epochs_of
+from mpu_cli.training.loop import schedule
+from mpu_cli.training.losses import Objective, objective_of
 from mpu_cli.training.optimizers import OPTIMIZERS
-from mpu_cli.training.rates import records_at_once, with_precision
-
-if TYPE_CHECKING:
-    from mpu_cli.options.unlearning import RecordFormat
-    from mpu_cli.training.data import Dataset
-    from mpu_cli.training.stopping import Until
-
+from mpu_cli.training.rates import records_at_once, usual_rate, with_epochs, with_precision, with_rate
+from mpu_cli.training.stopping import Until
 
 ATTENTION = {"query", "key", "value", "mixed"}
 TRIES = 9
@@ -141,9 +141,6 @@ def cost(
     Training takes 6 operations per token and weight, 2 forward and 4 backward; with LoRA, which has no gradients of the
     weights, 4. What comes back is what ``options`` train.
     """
-    from mpu_cli.files.writer import nbytes_of
-    from mpu_cli.training.delta import delta_specs
-
     layout = model.layout
     parameters = {tensor.name: model.checkpoint.tensors[tensor.name] for tensor in layout.parameters}
     weights = sum(info.elements for info in parameters.values())
@@ -177,8 +174,6 @@ def cost(
 
 def sets_of(options: Unlearning) -> int:
     """How many sets of records are trained on, each with as many records a step: those to forget, and those to keep."""
-    from mpu_cli.training.losses import objective_of
-
     return 2 if objective_of(options.algo, options.loss).constants.alpha else 1
 
 
@@ -202,13 +197,6 @@ def training_cost(copy: Model, data: Dataset, options: Unlearning, until: Until 
     Raises MpuError if the model has no tokenizer or a record cannot be read, UsageError for options that do not go
     together.
     """
-    from mpu_cli.model.load import skeleton, tokenizer_of
-    from mpu_cli.training.data import encoded_sets
-    from mpu_cli.training.delta import change_of, stored_specs
-    from mpu_cli.training.job import check_options, epochs_of
-    from mpu_cli.training.loop import schedule
-    from mpu_cli.training.rates import usual_rate, with_epochs, with_rate
-
     objective = check_options(options)
     limit = until.limit(len(data.forget), options.training.batch_size) if until else None
     if limit:
@@ -244,20 +232,11 @@ def training_cost(copy: Model, data: Dataset, options: Unlearning, until: Until 
     )
 
 
-def training_tokens(model: Model, forget: str, reading: RecordFormat) -> int:
-    """Number of tokens in all records, encoded as for training."""
-    return sum(len(example.ids) for example in examples_of(model, forget, reading))
-
-
 def examples_of(model: Model, forget: str, reading: RecordFormat) -> list[Example]:
     """Records, encoded as for training: with the chat template if the tokenizer has one.
 
     Raises MpuError if the model has no tokenizer or the records cannot be read.
     """
-    from mpu_cli.model.load import tokenizer_of
-    from mpu_cli.records.encode import Encoding
-    from mpu_cli.records.read import read_records
-
     records = read_records(forget, reading)
     try:
         tokenizer = tokenizer_of(model)
@@ -460,51 +439,31 @@ def way_to_fit(
 ) -> tuple[str, Memory] | None:
     """The cheapest change with which ``options`` fit into ``memory`` bytes: what to add to the command, and the peak
     with it. None if none of those that are known does."""
-    training = options.training
-    tries: list[tuple[str, Unlearning, Work]] = []
+    private, training, rank = options.privacy.dp_epsilon is not None, options.training, options.lora.lora_rank
+    checkpointing, half = {"gradient_checkpointing": True}, {"precision": "bfloat16"}
 
-    def add(words: str, changed: Unlearning, rows: int) -> None:
-        share = -(-work.answers * rows // work.rows)
-        tries.append((words, changed, replace(work, rows=rows, answers=share)))
-
-    def with_training(base_options: Unlearning, **named: Any) -> Unlearning:
-        return replace(base_options, training=replace(base_options.training, **named))
+    def with_rows(changes: dict[str, Any], counts: Sequence[int]) -> list[dict[str, Any]]:
+        """``changes`` with micro-batches of each of ``counts``, where that is fewer than now."""
+        return [changes | ({"micro_batch_size": rows} if rows < work.rows else {}) for rows in counts]
 
     smaller = [rows for rows in (16, 8, 4, 2, 1) if rows < work.rows]
-    for rows in smaller:
-        add(f"--micro-batch-size {rows}", with_training(options, micro_batch_size=rows), rows)
-    checkpointing = with_training(options, gradient_checkpointing=True)
-    if not training.gradient_checkpointing and options.privacy.dp_epsilon is None:
-        for rows in (work.rows, *smaller):
-            words = "--gradient-checkpointing" + f" --micro-batch-size {rows}" * (rows < work.rows)
-            add(words, with_training(checkpointing, micro_batch_size=rows), rows)
-    if options.lora.lora_rank is None:
-        low_rank = replace(checkpointing, lora=Lora(lora_rank=16))
-        for rows in (work.rows, 1):
-            words = "--lora-rank 16 --gradient-checkpointing" + (
-                f" --micro-batch-size {rows}" if rows < work.rows else ""
-            )
-            add(words, with_training(low_rank, micro_batch_size=rows), rows)
-            add(
-                f"{words} --precision bfloat16",
-                with_training(low_rank, micro_batch_size=rows, precision="bfloat16"),
-                rows,
-            )
+    tries = with_rows({}, smaller)
+    if not training.gradient_checkpointing and not private:
+        tries += with_rows(checkpointing, (work.rows, *smaller))
+    if rank is None:
+        for few in with_rows({"lora_rank": 16, **checkpointing}, (work.rows, 1)):
+            tries += [few, few | half]
     elif training.precision != "bfloat16":
-        half = with_training(checkpointing, precision="bfloat16", micro_batch_size=1)
-        add("--gradient-checkpointing --micro-batch-size 1 --precision bfloat16", half, 1)
-    if not options.lora.quantize and training.precision != "float64" and options.privacy.dp_epsilon is None:
-        quantized_lora = replace(options.lora if options.lora.lora_rank else Lora(lora_rank=16), quantize="nf4")
-        rank = "" if options.lora.lora_rank else "--lora-rank 16 "
-        words = f"{rank}--quantize nf4 --gradient-checkpointing --micro-batch-size 1 --precision bfloat16"
-        add(
-            words,
-            with_training(replace(checkpointing, lora=quantized_lora), precision="bfloat16", micro_batch_size=1),
-            1,
-        )
-    bare = skeleton(copy)
-    for words, changed, smaller_work in tries:
-        needed = peak_memory(copy, changed, objective, smaller_work, bare)
+        tries += with_rows(checkpointing | half, (1,))
+    if not options.lora.quantize and training.precision != "float64" and not private:
+        low_rank = {} if rank else {"lora_rank": 16}
+        tries += with_rows({**low_rank, "quantize": "nf4", **checkpointing, **half}, (1,))
+    bare, flags = skeleton(copy), declared_options(Unlearning)
+    for changes in tries:
+        rows = changes.get("micro_batch_size", work.rows)
+        fewer = replace(work, rows=rows, answers=-(-work.answers * rows // work.rows))
+        needed = peak_memory(copy, from_flat(Unlearning, flat(options) | changes), objective, fewer, bare)
         if needed.total <= memory:
-            return words, needed
+            words = [flags[name].flag + ("" if value is True else f" {value}") for name, value in changes.items()]
+            return " ".join(words), needed
     return None

@@ -6,15 +6,15 @@ everything after the tokens of the prompt for generation, and adds an end-of-seq
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.sandbox import LimitError
-from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT, ChatTemplate
+from mpu_cli.options.unlearning import ChatTemplate
 from mpu_cli.records import forms, tokens
-from mpu_cli.records.encode import NO_LIMITS, Encoding, Example, Limits, encoding_of, truncation
+from mpu_cli.records.encode import Encoding, Example, Limits, encoding_of
 from mpu_cli.records.forms import Record, template_date
 from mpu_cli.records.tokens import decode, special_ids
 
@@ -62,14 +62,6 @@ class TrainedEncoder:
 
     encoding: Encoding
 
-    @property
-    def max_length(self) -> int | None:
-        return self.encoding.limits.longest
-
-    def remarks(self, total: int) -> list[str]:
-        """As ``Encoding.remarks``."""
-        return self.encoding.remarks(total)
-
     def questions(self, records: Sequence[Record]) -> list[Item]:
         """Items of records, tokenized together: the answer to a question is scored, and a text but for its first token.
 
@@ -103,34 +95,11 @@ def _trained_item(example: Example, record: Record, ends: set[int]) -> Item:
 
 @dataclass(frozen=True)
 class OpenUnlearningEncoder:
-    """Makes items as OpenUnlearning does. ``template`` is "chat" (the tokenizer's own) or "plain" (Question: … Answer:
-    …).
+    """Makes items as OpenUnlearning does, with the tokenizer, template and limits of ``encoding``, which notes the
+    places of records that were cut and of long ones."""
 
-    ``limits`` are the model's; ``date`` is for templates that print one. Records longer than ``truncate_to`` tokens are
-    cut. The places of those, and of what is ``long`` for the model, are noted.
-    """
-
-    tokenizer: PreTrainedTokenizerBase
-    template: str
-    system_prompt: str = SYSTEM_PROMPT
-    limits: Limits = NO_LIMITS
-    date: str = DATE
-    variables: Mapping[str, object] = field(default_factory=dict)
-    truncate_to: int | None = None
-    truncated: list[str] = field(default_factory=list)
-    long: list[str] = field(default_factory=list)
+    encoding: Encoding
     _prompts: dict[str, list[int]] = field(default_factory=dict)
-
-    @property
-    def max_length(self) -> int | None:
-        return self.limits.longest
-
-    def remarks(self, total: int) -> list[str]:
-        """As ``Encoding.remarks``."""
-        return [
-            *([self.limits.remark(self.long, total)] if self.long else []),
-            *([truncation(self.truncated, total, self.truncate_to)] if self.truncate_to and self.truncated else []),
-        ]
 
     def questions(self, records: Sequence[Record]) -> list[Item]:
         """Items of records that have a question, tokenized together; answers to the same question share the tokens of
@@ -138,11 +107,11 @@ class OpenUnlearningEncoder:
 
         Raises MpuError if the template or the tokenizer rejects one or takes too much.
         """
-        encode = self._chat if self.template == "chat" else self._plain
+        encode = self._plain if self.encoding.template == "plain" else self._chat
         prompt_keys = [replace(record, answer="", answer_fields=()).identity for record in records]
         fresh = {key: record for key, record in zip(prompt_keys, records, strict=True) if key not in self._prompts}
         self._prompts.update(zip(fresh, encode([*fresh.values()], answered=False), strict=True))
-        end = self.tokenizer.eos_token_id
+        end = self.encoding.tokenizer.eos_token_id
         items = []
         for record, key, ids in zip(records, prompt_keys, encode(records, answered=True), strict=True):
             prompt = self._prompts[key]
@@ -171,7 +140,7 @@ class OpenUnlearningEncoder:
 
     def _tokens(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
         try:
-            outcomes = tokens.of_texts(self.tokenizer, texts)
+            outcomes = tokens.of_texts(self.encoding.tokenizer, texts)
         except LimitError as error:
             raise tokens.rejection(error) from error
         return _all(outcomes, places)
@@ -180,19 +149,20 @@ class OpenUnlearningEncoder:
         return self._item(ids[: len(prompt) + LONGEST_TEXT], max(1, len(prompt)), prompt, location)
 
     def _item(self, ids: list[int], start: int, prompt: list[int], location: str) -> Item:
-        if self.truncate_to is not None and len(ids) > self.truncate_to:
-            self.truncated.append(location)
-            ids = ids[: self.truncate_to]
+        if self.encoding.truncate_to is not None and len(ids) > self.encoding.truncate_to:
+            self.encoding.truncated.append(location)
+            ids = ids[: self.encoding.truncate_to]
             if len(ids) <= start:
-                raise MpuError(f"{location}: the prompt alone is longer than --max-length {self.truncate_to}")
+                raise MpuError(f"{location}: the prompt alone is longer than --max-length {self.encoding.truncate_to}")
         if len(ids) <= start:
             raise MpuError(f"{location}: the answer adds no tokens with this tokenizer and template")
-        if self.limits.usual is not None and len(ids) > self.limits.usual:
-            self.long.append(location)
-        if self.max_length is not None and len(ids) > self.max_length:
+        if self.encoding.limits.usual is not None and len(ids) > self.encoding.limits.usual:
+            self.encoding.long.append(location)
+        longest = self.encoding.limits.longest
+        if longest is not None and len(ids) > longest:
             raise MpuError(
-                f"{location}: {len(ids)} tokens, but the model reads at most {self.max_length}",
-                f"shorten it, or truncate records with --max-length {self.max_length}",
+                f"{location}: {len(ids)} tokens, but the model reads at most {longest}",
+                f"shorten it, or truncate records with --max-length {longest}",
             )
         return Item(tuple(ids), start, tuple(prompt), location)
 
@@ -201,8 +171,9 @@ class OpenUnlearningEncoder:
             return []
         dialogues = [self._messages(record, answered) for record in records]
         try:
-            variables = {**template_date(self.tokenizer, self.date), **self.variables}
-            outcomes = tokens.of_dialogues(self.tokenizer, dialogues, generation_prompt=not answered, **variables)
+            tokenizer = self.encoding.tokenizer
+            variables = {**template_date(tokenizer, self.encoding.date), **self.encoding.variables}
+            outcomes = tokens.of_dialogues(tokenizer, dialogues, generation_prompt=not answered, **variables)
         except (forms.TemplateError, LimitError) as error:
             raise tokens.rejection(error) from error
         return _all(outcomes, [record.location for record in records])
@@ -211,7 +182,8 @@ class OpenUnlearningEncoder:
         messages = [turn.message for turn in record.turns]
         if answered:
             messages.append(record.answer_turn.message)
-        return [{"role": "system", "content": self.system_prompt}, *messages] if self.system_prompt else messages
+        system_prompt = self.encoding.system_prompt
+        return [{"role": "system", "content": system_prompt}, *messages] if system_prompt else messages
 
     def _plain(self, records: Sequence[Record], *, answered: bool) -> list[list[int]]:
         if not records:
@@ -235,12 +207,7 @@ def encoder_of(
 ) -> Encoder:
     """The encoder that scores records ``scored``, with the options of a command."""
     encoding = encoding_of(tokenizer, prompts, template, limits)
-    if scored == "as trained":
-        return TrainedEncoder(encoding)
-    return OpenUnlearningEncoder(
-        tokenizer, template or "chat", encoding.system_prompt, limits, encoding.date, encoding.variables,
-        encoding.truncate_to,
-    )  # fmt: skip
+    return TrainedEncoder(encoding) if scored == "as trained" else OpenUnlearningEncoder(encoding)
 
 
 def _all(outcomes: Sequence[list[int] | ValueError], places: Sequence[str]) -> list[list[int]]:

@@ -61,7 +61,7 @@ class Endpoint:
         *,
         batch_size: int,
         loss_items: Sequence[Item] = (),
-        moments: bool = False,  # noqa: ARG002 (as of a ``Reader``; the server tells no distributions)
+        moments: bool = False,  # noqa: ARG002 (as of a ``Scorer``; the server tells no distributions)
         advance: Callable[[int], None] = lambda _: None,
     ) -> list[TokenScores]:
         """The scores of each item's tokens, and of those of ``loss_items``, without moments; see ``Scorer.score``.
@@ -83,12 +83,10 @@ class Endpoint:
         self,
         tokenizer: PreTrainedTokenizerBase,
         items: Sequence[Item],
-        drafts: Sequence[list[int]] = (),  # noqa: ARG002 (as of a ``Reader``)
         *,
         limit: int,
         stops: Sequence[str] = (),
         batch_size: int,
-        longest: int | None = None,
         advance: Callable[[int], None] = lambda _: None,
     ) -> list[Answer]:
         """The greedy answer to each prompt, at most ``limit`` tokens, cut at the first of ``stops``."""

@@ -14,7 +14,7 @@ from typing import Any, cast
 from transformers import PreTrainedModel
 
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.files.boundary import PRIVATE_FILE, private_umask
+from mpu_cli.files.boundary import private_umask
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.measuring import relearning as relearning_attacks
 from mpu_cli.measuring.benchmarks.base import SIDES, Benchmark, Split
@@ -23,7 +23,7 @@ from mpu_cli.measuring.endpoint import BEYOND, Endpoint, check_installed, run_ta
 from mpu_cli.measuring.generation import Shown, reading
 from mpu_cli.measuring.metrics import GRADIENTS, REFERENCE, Metric, MetricResult, attack_key, gradient_norms
 from mpu_cli.measuring.results import Findings, Subject, digest_of, facts_of, read_findings
-from mpu_cli.measuring.retain import read_retain_log
+from mpu_cli.measuring.retain import RetainLog, read_retain_log
 from mpu_cli.measuring.run import Advance, Run, load_subject, loaded_for
 from mpu_cli.measuring.scoring import Scorer
 from mpu_cli.model.device import device_of
@@ -131,7 +131,7 @@ def carry_out(
             for part in each.parts:
                 check_ids(run.encoded_items(split, part), run.model, subject.model.source)
     splits = {id(split): split for each in todo for split in each.splits}.values()
-    for remark in run.encoder.remarks(sum(len(split.rows) for split in splits)):
+    for remark in run.encoder.encoding.remarks(sum(len(split.rows) for split in splits)):
         observer.warn(remark)
     if run.follows_suite and is_masked_by_the_suite(run, todo):
         observer.note(
@@ -241,22 +241,12 @@ def _say(split: Split, run: Run, advance: Advance) -> dict[str, object]:
         read.get("says", []) if item.ids[: item.start] == item.prompt else []  # tokens may merge across the boundary
         for item, read in zip(items, readings, strict=True)
     ]
-    return {f"{split.name}.text": _answers(split, items, drafts, run, advance)}
+    return {f"{split.name}.text": [asdict(each) for each in run.answers(split, items, drafts, advance)]}
 
 
 def _before(split: Split, count: int, run: Run, advance: Advance) -> dict[str, object]:
     items = run.encoded_items(split)[:count]
-    return {before_key(count): _answers(split, items, [[]] * len(items), run, advance)}
-
-
-def _answers(
-    split: Split, items: list[Item], drafts: list[list[int]], run: Run, advance: Advance
-) -> list[dict[str, str]]:
-    answers = run.reader.answer(
-        run.tokenizer, items, drafts, limit=run.answer_limit(split, items), stops=split.stops,
-        batch_size=run.batch_size, longest=run.encoder.max_length, advance=advance,
-    )  # fmt: skip
-    return [asdict(each) for each in answers]
+    return {before_key(count): [asdict(each) for each in run.answers(split, items, [[]] * len(items), advance)]}
 
 
 def _run_attack(
@@ -297,11 +287,14 @@ QUESTIONS = ("forget_knowmem", "forget")  # splits whose answers --show prints, 
 
 
 @dataclass(frozen=True)
-class EvalResult:
-    """``forms``: each metric in OpenUnlearning's format."""
+class Evaluation:
+    """A measurement, in the file ``path``: ``forms``, each metric of the ``benchmark`` in OpenUnlearning's format, the
+    retain model's ``log``, if there is one, and the answers that were asked for."""
 
     path: Path
     forms: dict[str, MetricResult]
+    benchmark: str
+    log: RetainLog | None = None
     shown: list[Shown] = field(default_factory=list)
 
 
@@ -354,6 +347,7 @@ def choose(benchmark: Benchmark, options: Measuring, served: bool = False) -> di
 
 
 @letting_go
+@private_umask()  # results hold questions, answers and generations
 def evaluate(
     model: Model,
     benchmark: Benchmark,
@@ -368,7 +362,7 @@ def evaluate(
     texts: bool = True,
     force: bool = False,
     observer: Observer = SILENT,
-) -> EvalResult:
+) -> Evaluation:
     """Measure ``model`` and write the result to ``out``; an interrupted run resumes from ``.NAME.partial``.
 
     ``adapter`` is a folder with a peft adapter to add to ``model``; ``lm_eval`` are tasks of the harness to run beside
@@ -376,28 +370,6 @@ def evaluate(
     the result has no questions, answers and generations.
     Raises MpuError for records, models and logs that cannot be used, naming the place.
     """
-    with private_umask():  # results hold questions, answers and generations
-        return _evaluate(
-            model, benchmark, options, adapter, delta, show, lm_eval, endpoint, out=out, texts=texts, force=force,
-            observer=observer,
-        )  # fmt: skip
-
-
-def _evaluate(
-    model: Model,
-    benchmark: Benchmark,
-    options: Measuring,
-    adapter: Path | None,
-    delta: Path | None,
-    show: int,
-    lm_eval: Sequence[str],
-    endpoint: Endpoint | None,
-    *,
-    out: Path,
-    texts: bool,
-    force: bool,
-    observer: Observer,
-) -> EvalResult:
     reference = open_model(options.reference_model) if options.reference_model else None
     device_of(options.scoring.device)
     if endpoint and (adapter or delta or reference or lm_eval or benchmark.tasks):
@@ -422,14 +394,13 @@ def _evaluate(
     for warning in benchmark.warnings:
         observer.warn(warning)
     used = [split for split in benchmark.splits.values() if any(split in each.splits for each in passes)]
-    log, started = options.retain_log, time.monotonic()
+    log = read_retain_log(options.retain_log) if options.retain_log else None
+    started = time.monotonic()
     with Transaction(force=force) as transaction:
         output = transaction.add(out)
         subject = Subject(model, adapter, open_delta(model, delta) if delta else None, reference, endpoint)
         facts = facts_of(subject, benchmark, used, options)
         unfinished = out.with_name(f".{out.name}.partial")
-        if unfinished.is_file():
-            unfinished.chmod(PRIVATE_FILE)  # of an mpu that did not make it so
         splits = {key: [split.name for split in each.splits] for each in passes for key in each.keys}
         findings = read_findings(unfinished, facts, splits)
         resumed = bool(findings.entries)
@@ -443,17 +414,22 @@ def _evaluate(
             forms[name] = metric.make(entries, forms)
         if lm_eval:
             forms |= entries[harness_key(lm_eval)]
+        compared = None
+        if log:  # with the retain model's own values, so that a table can say which result is nearest to it
+            known = {name: value for name in forms if (value := log.value(name)) is not None}
+            compared = {"path": str(log.path), "sha256": digest_of(log.path), "metrics": known}
         document = {
             **FORMAT,
             **facts,
-            "retain_log": None if log is None else {"path": str(log), "sha256": digest_of(log), **_values(log, forms)},
+            "retain_log": compared,
             "seconds": round(time.monotonic() - started, 3),
             "resumed": resumed,
             "metrics": forms if texts else {name: _without_texts(form) for name, form in forms.items()},
         }
         output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     unfinished.unlink(missing_ok=True)
-    return EvalResult(out, forms, _answers_to_show(entries, shown_split, show) if shown_split else [])
+    shown = _answers_to_show(entries, shown_split, show) if shown_split else []
+    return Evaluation(out, forms, benchmark.name, log, shown)
 
 
 def _without_texts(form: MetricResult) -> MetricResult:
@@ -477,9 +453,3 @@ def _answers_to_show(entries: Mapping[str, Any], split: Split, count: int) -> li
         Shown(record.question, now["ground_truth"], then["generation"], now["generation"])
         for record, now, then in zip(split.records, answers, before, strict=False)
     ]
-
-
-def _values(log: Path, forms: Mapping[str, MetricResult]) -> dict[str, object]:
-    """What the retain model has in these metrics, so that a table can say which result is nearest to it."""
-    retain = read_retain_log(log)
-    return {"metrics": {name: value for name in forms if (value := retain.value(name)) is not None}}

@@ -133,7 +133,7 @@ def page(title: str, parts: Sequence[str]) -> str:
     )
 
 
-MODEL, RETAIN, BEFORE = "#0072B2", "#009E73", "#D55E00"
+MODEL, RETAIN = "#0072B2", "#009E73"
 ATTACKS = {
     "mia_loss": "loss", "mia_zlib": "zlib", "mia_min_k": "min-k", "mia_min_k_plus_plus": "min-k++",
     "mia_gradnorm": "gradient norm", "mia_reference": "reference",
@@ -155,16 +155,13 @@ def check_drawable(names: Collection[str], path: Path) -> None:
         raise UsageError(f"--plot {path}: the requested metrics have no distribution to plot")
 
 
-def draw(
-    forms: Forms, path: Path, *, title: str, retain: Forms | None, before: Forms | None, force: bool = False
-) -> None:
+def draw(forms: Forms, path: Path, *, title: str, retain: Forms | None, force: bool = False) -> None:
     """Plot one result: whichever it has of truth ratios, attacks, probabilities and utility.
 
-    ``retain`` and ``before`` are metrics of the retain model and of the model before unlearning, for comparison.
+    ``retain``: the metrics of the retain model, for comparison.
     """
     models = [("this model", MODEL, forms)]
     models += [("retain model", RETAIN, retain)] if retain else []
-    models += [("before unlearning", BEFORE, before)] if before else []
     panels: list[Callable[[Axes], None]] = []
     curves = [
         (label, colour, model_forms[RELEARNED]["curve"])

@@ -116,7 +116,7 @@ def sample(run: Run, splits: Sequence[Split], advance: Advance) -> list[dict[str
     items, count = run.encoded_items(forget), run.options.recovery.samples
     answers = sample_answers(
         run.model, run.tokenizer, items, count, limit=run.answer_limit(forget, items), stops=forget.stops,
-        batch_size=run.batch_size, longest=run.encoder.max_length, advance=advance,
+        batch_size=run.batch_size, longest=run.encoder.encoding.limits.longest, advance=advance,
     )  # fmt: skip
     return [
         {"ground_truth": record.answer, "samples": texts} for record, texts in zip(forget.records, answers, strict=True)

@@ -8,26 +8,22 @@ import json
 import math
 import platform
 import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
 
 from mpu_cli.errors import UsageError
 from mpu_cli.files.boundary import LARGEST_TOKENIZER, read_bounded, read_json_object
 from mpu_cli.files.reader import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WORD, Checkpoint, fingerprint, worker_pool
 from mpu_cli.files.resumption import write_atomically
 from mpu_cli.measuring.benchmarks import Benchmark, Split, known_metrics
-from mpu_cli.measuring.encoding import Item
 from mpu_cli.measuring.endpoint import Endpoint
-from mpu_cli.measuring.generation import Answer, AnswerReading, answer
 from mpu_cli.measuring.metrics import CHANCE, DOWN, RELEARNED, RETAIN, UP, ZERO
 from mpu_cli.measuring.retain import RetainLog, read_retain_log
-from mpu_cli.measuring.scoring import Scorer, TokenScores
 from mpu_cli.model.device import device_of, name_of
 from mpu_cli.model.source import LARGEST_JSON, Model
 from mpu_cli.options.evaluation import Measuring
@@ -59,16 +55,16 @@ OPTIONAL = (
 
 @dataclass(frozen=True)
 class Evaluated:
-    """A result: its label in tables, its metrics, and the facts it was produced under ({} for OpenUnlearning's files).
-
-    ``sha256`` is of its file; ``is_retain`` whether another result was measured against it.
-    """
+    """A result: its label in tables and its file; ``is_retain``: whether another result was measured against it."""
 
     label: str
     log: RetainLog
-    facts: Mapping[str, object]
-    sha256: str
     is_retain: bool = False
+
+    @property
+    def facts(self) -> Mapping[str, object]:
+        """What it was produced under; {} for OpenUnlearning's files."""
+        return self.log.document
 
     def value(self, name: str) -> float | None:
         """The metric's value; PrivLeak of the retain model is 0 by definition, whatever its own file says."""
@@ -87,8 +83,7 @@ def read_results(paths: Sequence[Path]) -> list[Evaluated]:
     digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
     compared_with = {_at(log.document, ("retain_log", "sha256")) for log in read}
     return [
-        Evaluated(label, log, log.document, digest, digest in compared_with)
-        for label, log, digest in zip(labels, read, digests, strict=True)
+        Evaluated(label, log, digest in compared_with) for label, log, digest in zip(labels, read, digests, strict=True)
     ]
 
 
@@ -290,67 +285,7 @@ def _version(package: str) -> str | None:
     return None
 
 
-# What reads records for the passes: a model in this process, or one that is served.
-
-
-class Reader(Protocol):
-    """A model that scores items and answers prompts; ``Scorer`` and ``generation.answer`` say how."""
-
-    def prepare(self, items: Sequence[Item]) -> None:
-        """Find out how ``items`` are best read, before the first is."""
-
-    def score(
-        self,
-        items: Sequence[Item],
-        *,
-        batch_size: int,
-        loss_items: Sequence[Item] = (),
-        moments: bool = False,
-        advance: Callable[[int], None] = ...,
-    ) -> list[TokenScores]:
-        """Scores of the tokens of ``items`` and then of ``loss_items``; with ``moments`` where whole distributions are
-        known."""
-
-    def answer(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        items: Sequence[Item],
-        drafts: Sequence[list[int]],
-        *,
-        limit: int,
-        stops: Sequence[str] = (),
-        batch_size: int,
-        longest: int | None = None,
-        advance: Callable[[int], None] = ...,
-    ) -> list[Answer]:
-        """The greedy answer to each prompt; ``drafts``, its known first tokens, save work where weights are at hand."""
-
-
-class Local(Scorer):
-    """A model in this process."""
-
-    def answer(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        items: Sequence[Item],
-        drafts: Sequence[list[int]],
-        *,
-        limit: int,
-        stops: Sequence[str] = (),
-        batch_size: int,
-        longest: int | None = None,
-        advance: Callable[[int], None] = lambda _: None,
-    ) -> list[Answer]:
-        """See ``Reader``."""
-        return answer(
-            self._model, tokenizer, items, drafts, limit=limit, stops=stops, batch_size=batch_size, longest=longest,
-            advance=advance,
-        )  # fmt: skip
-
-
 # What the passes over a model found, kept in a file after each pass, so that an interrupted run can resume.
-
-FIELDS = sorted(AnswerReading.__annotations__)  # of a reading: findings with other fields are of another version
 
 
 @dataclass
@@ -363,7 +298,7 @@ class Findings:
 
     def keep(self, entries: Mapping[str, object]) -> None:
         self.entries.update(entries)
-        write_atomically(self.path, json.dumps({"facts": self.facts, "fields": FIELDS, "findings": self.entries}))
+        write_atomically(self.path, json.dumps({"facts": self.facts, "findings": self.entries}))
 
 
 def read_findings(path: Path, facts: dict[str, Any], splits: Mapping[str, Collection[str]]) -> Findings:
@@ -374,7 +309,7 @@ def read_findings(path: Path, facts: dict[str, Any], splits: Mapping[str, Collec
         before, now = document["facts"], json.loads(json.dumps(facts))
         then, data = before.pop("data"), now.pop("data")
         same = {name for name in data if then.get(name) == data[name]}
-        if before == now and document["fields"] == FIELDS:
+        if before == now:
             entries = document["findings"]
             return Findings(
                 facts, {key: entries[key] for key in splits if key in entries and same >= {*splits[key]}}, path

@@ -11,7 +11,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from mpu_cli.files.reader import OPTION, TORCH
 from mpu_cli.measuring.benchmarks.base import Split
 from mpu_cli.measuring.encoding import Encoder, Item, TrainedEncoder
-from mpu_cli.measuring.results import Findings, Local, Reader, Subject
+from mpu_cli.measuring.endpoint import Endpoint
+from mpu_cli.measuring.generation import Answer, answer
+from mpu_cli.measuring.results import Findings, Subject
+from mpu_cli.measuring.scoring import Scorer
 from mpu_cli.model.load import load, skeleton, tokenizer_of
 from mpu_cli.model.source import Model
 from mpu_cli.model.staging import add_delta, with_adapter
@@ -30,7 +33,7 @@ class Run:
     encoder: Encoder
     findings: Findings
     _model: PreTrainedModel | None
-    _reader: Reader | None = None
+    _reader: Scorer | Endpoint | None = None
     _has_delta: bool = False  # with its delta
     _items: dict[tuple[str, str], list] = field(default_factory=dict)
 
@@ -41,9 +44,10 @@ class Run:
         return self._model
 
     @property
-    def reader(self) -> Reader:
+    def reader(self) -> Scorer | Endpoint:
+        """What scores items: a model in this process, or one that is served."""
         if self._reader is None:
-            self._reader = self.subject.endpoint or Local(self.model, follows_suite=self.follows_suite)
+            self._reader = self.subject.endpoint or Scorer(self.model, follows_suite=self.follows_suite)
         return self._reader
 
     @property
@@ -65,6 +69,20 @@ class Run:
         """How many tokens a generated answer may have: as many as --max-new-tokens says, or the split's limit."""
         longest = max((len(item.labels) for item in items), default=0) if split.limit_follows_answers else 0
         return self.options.scoring.max_new_tokens or max(split.limit, longest)
+
+    def answers(
+        self, split: Split, items: Sequence[Item], drafts: Sequence[list[int]], advance: Advance
+    ) -> list[Answer]:
+        """The greedy answer to each prompt; ``drafts``, its known first tokens, save work where weights are at hand."""
+        limit, endpoint = self.answer_limit(split, items), self.subject.endpoint
+        if endpoint:
+            return endpoint.answer(
+                self.tokenizer, items, limit=limit, stops=split.stops, batch_size=self.batch_size, advance=advance
+            )
+        return answer(
+            self.model, self.tokenizer, items, drafts, limit=limit, stops=split.stops, batch_size=self.batch_size,
+            longest=self.encoder.encoding.limits.longest, advance=advance,
+        )  # fmt: skip
 
     def losses(self, items: Sequence[Item], advance: Advance = lambda _: None) -> list[float]:
         """Mean loss per token of each item, in nats."""

@@ -333,28 +333,27 @@ Sizes = Mapping[str, SizeSource]
 class Tensor:
     """One parameter. ``when``: the config entry, or the rule, that says whether it exists (None: always).
 
-    A name with ``{e}`` stands for one tensor for each expert. ``layout`` is for tensors that some files hold in
-    another arrangement: those of one layout are there, or those of the other. What is not ``trained`` gets no noise
-    and is in no delta, but changes places with what it counts.
+    ``parts``: its names in the Hub's files, where those differ from memory's; of a stack of experts, whose first axis
+    counts them, the matrices of each expert ``{e}`` that lie one below the other. Files hold all parts, or none. What
+    is not ``trained`` gets no noise and is in no delta, but changes places with what it counts.
     """
 
     name: str
     axes: tuple[Axis, ...]
     when: str | Rule | None = None
-    layout: str | None = None
+    parts: tuple[str, ...] = ()
     trained: bool = True
 
-
-@dataclass(frozen=True)
-class Stack:
-    """A parameter in memory, of shape (experts, rows, columns), that files hold as a matrix for each expert.
-
-    ``parts``: the names in files of the matrices that lie one below the other in one of the stack. Without ``{e}``,
-    the name in files of the whole parameter.
-    """
-
-    name: str
-    parts: tuple[str, ...]
+    def in_files(self) -> tuple[Tensor, ...]:
+        """What the Hub's files hold of it."""
+        if not self.parts:
+            return (self,)
+        if "{e}" not in self.parts[0]:
+            return (replace(self, name=self.parts[0], parts=()),)
+        _, rows, columns = self.axes
+        return tuple(
+            Tensor(part, (axis, columns), self.when) for part, axis in zip(self.parts, names_of(rows), strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -375,9 +374,9 @@ class Family:
     "outer", "text" or either, and ``text_tied`` whether that of a text which does not say does.
 
     Symmetries follow from the rest: ``planes``, ``rotary`` (a rule for how many coordinates of a head RoPE turns in a
-    layer; None: all), ``qk_norm`` (as in ``QuarterTurns``, or a rule), ``movable_heads``, ``gated``, ``rms_norm``,
-    ``experts`` (a rule: whether a layer has experts), ``groups`` (of experts), ``keys_are_values``, ``reads``
-    and ``latent`` (rules for those of ``Structure``). ``note`` is for the list of families.
+    layer; None: all), ``movable_heads``, ``gated`` (whether nothing is added to up), ``rms_norm``,
+    ``reads`` and ``latent`` (rules for those of ``Structure``); the axes of a layer's tensors say the rest. ``note`` is
+    for the list of families.
     """
 
     model_types: tuple[str, ...]
@@ -388,14 +387,10 @@ class Family:
     layer_tensors: tuple[Tensor, ...]
     planes: str | None = "halves"
     rotary: Rule | None = None
-    qk_norm: str | Rule | None = None
     movable_heads: bool | Rule = True
     gated: bool = True
     rms_norm: bool = True
-    experts: Rule | None = None
-    groups: int | str = 1
     layer_sizes: Sizes = field(default_factory=dict)
-    keys_are_values: Rule | None = None
     reads: Rule | None = None
     latent: str | Rule | None = None
     heads: tuple[str, ...] = ("lm_head.weight",)
@@ -404,7 +399,6 @@ class Family:
     buffers: tuple[str, ...] = ()
     dead: tuple[str, ...] = ()
     transposed: bool = False
-    stacks: tuple[Stack, ...] = ()
     text_config: str | None = None
     ties: tuple[str, ...] = ("outer",)
     text_tied: bool = False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -72,11 +72,6 @@ def structure_of(family: Family, config: Config, sizes: Mapping[str, int], layer
         raise MpuError(
             f"{where}: RoPE over {rotary} of a head's {d} coordinates does not divide into planes (config.json)"
         )
-    norm = value_of(family.qk_norm, config, layer)
-    movable = value_of(family.movable_heads, config, layer)
-    ffns: list[Ffn] = []
-    groups = 0
-    mixture = family.experts is not None and bool(family.experts(config, layer))
     axes = {
         name
         for tensor in family.layer_tensors
@@ -84,23 +79,16 @@ def structure_of(family: Family, config: Config, sizes: Mapping[str, int], layer
         for axis in tensor.axes
         for name in names_of(axis)
     }
-    if "ffn" in axes:
-        ffns.append(Ffn("", family.gated))
-    if "s-ffn" in axes:
-        ffns.append(Ffn("s-", family.gated))
-    if mixture:
-        ffns.append(Ffn("e-", family.gated))
-        groups = int(config.get(family.groups) or 1) if isinstance(family.groups, str) else family.groups
     return Structure(
         planes,
         rotary,
-        norm,
-        bool(movable),
-        tuple(ffns),
-        groups,
+        norm="shared" if "|head|" in axes else "whole" if "|query|" in axes else None,
+        movable=bool(value_of(family.movable_heads, config, layer)),
+        ffns=tuple(Ffn(of, family.gated and f"{of}up" in axes) for of in ("", "s-", "e-") if f"{of}ffn" in axes),
+        groups=int(config.get("n_group") or 1) if "e-ffn" in axes else 0,
         attention="query" in axes,
         elementwise="|mixed|" in axes,
-        keys_are_values=bool(value_of(family.keys_are_values, config, layer)),
+        keys_are_values="key" in axes and "value" not in axes,
         reads=value_of(family.reads, config, layer),
         latent=value_of(family.latent, config, layer) if "mla-query" in axes else None,
         latents=tuple(axis for axis in LATENTS if axis in axes),
@@ -287,6 +275,41 @@ class Layout:
         return symmetries_of_layer(name, self.structures[layer])
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the files, as part of a parameter: all of it or, of a stack, ``rows`` of matrix ``expert``."""
+
+    file_name: str
+    shape: tuple[int, ...]
+    expert: int | None = None
+    rows: tuple[int, int] = (0, 0)
+
+    def of(self, parameter: Any) -> Any:
+        """This part of ``parameter``, as a view."""
+        return parameter if self.expert is None else parameter[self.expert, slice(*self.rows)]
+
+    def with_new_prefix(self, prefix: str, other: str) -> Piece:
+        """This piece with ``other`` in place of ``prefix``, if its name begins with that."""
+        has_prefix = self.file_name.startswith(prefix)
+        return replace(self, file_name=other + self.file_name.removeprefix(prefix)) if has_prefix else self
+
+
+def pieces_of(family: Family, name: str, shape: Sequence[int]) -> list[Piece]:
+    """What the Hub's files hold in place of parameter ``name``; nothing if they hold it under its own name."""
+    tensor = next((t for t in family.layer_tensors if t.parts and name.endswith(f".{t.name}")), None)
+    if tensor is None:
+        return []
+    prefix = name.removesuffix(tensor.name)
+    if "{e}" not in tensor.parts[0]:
+        return [Piece(prefix + tensor.parts[0], tuple(shape))]
+    rows = shape[1] // len(tensor.parts)
+    return [
+        Piece(prefix + part.replace("{e}", str(e)), (rows, *shape[2:]), e, (i * rows, (i + 1) * rows))
+        for e in range(shape[0])
+        for i, part in enumerate(tensor.parts)
+    ]
+
+
 EMBEDDING = (("vocab",), ("channel-vocab",), ("position",))  # axes of the rows of embeddings, and of the output head
 HEAD = "lm_head.weight"  # the output layer's name in memory
 
@@ -317,7 +340,7 @@ def expected_tensors(config: Mapping[str, object]) -> dict[str, TensorInfo]:
     sizes = sizes_of_model(family, filled, where)
     of_layers = tuple(sizes_of_layer(family, filled, sizes, i, where) for i in range(sizes["layers"]))
     try:
-        expected = _expected_layouts(family, filled, sizes, of_layers, _layout_there(family, len(of_layers), {}))
+        expected = _expected_layouts(family, filled, sizes, of_layers, _arranged(family, len(of_layers), {}))
     except KeyError as error:
         raise MpuError(f"{where}: does not say how large {error} is") from error
     if _is_tied(family, config, filled, None):
@@ -340,11 +363,10 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
             f"{where}: config.json specifies {layers} layers, but the weights have only {len(tensors)} tensors"
         )
     of_layers = tuple(sizes_of_layer(family, filled, sizes, i, where) for i in range(layers))
-    arrangement = _layout_there(family, layers, tensors)
-    apart = any("{e}" in t.name and t.layout in (None, *arrangement) for t in family.layer_tensors)
-    if apart and sizes["experts"] > len(tensors):
+    layer_tensors = _arranged(family, layers, tensors)
+    if any("{e}" in t.name for t in layer_tensors) and sizes["experts"] > len(tensors):
         raise MpuError(f"{where}: config.json specifies {sizes['experts']} experts, more than there are tensors")
-    expected = _expected_layouts(family, filled, sizes, of_layers, arrangement, here)
+    expected = _expected_layouts(family, filled, sizes, of_layers, layer_tensors, here)
     head = next((here(name) for name in family.heads if here(name) in tensors), None)
     untied = next((here(name) for name in family.heads if here(name) in expected), None)
     alias = None
@@ -382,14 +404,14 @@ def _expected_layouts(
     config: Config,
     sizes: Mapping[str, int],
     of_layers: Sequence[Mapping[str, int]],
-    arrangement: Collection[str],
+    layer_tensors: Sequence[Tensor],
     here: Callable[[str], str] = lambda name: name,
 ) -> dict[str, TensorLayout]:
-    """The tensors of the table by the names that they have ``here``, with alternatives arranged by ``arrangement``."""
+    """The tensors of the table, with these ``layer_tensors``, by the names that they have ``here``."""
     expected: dict[str, TensorLayout] = {}
 
     def expect(tensor: Tensor, prefix: str, layer: int | None, block: str | None) -> None:
-        if (tensor.layout and tensor.layout not in arrangement) or not tensor_exists(tensor, config, layer or 0):
+        if not tensor_exists(tensor, config, layer or 0):
             return
         own_sizes = sizes if layer is None else of_layers[layer]
         axes, chunks = zip(*(_names_and_chunks(axis, own_sizes) for axis in tensor.axes), strict=True)
@@ -402,7 +424,7 @@ def _expected_layouts(
         expect(tensor, "", None, None)
     for i in range(len(of_layers)):
         prefix = family.layer.format(i=i)
-        for tensor in family.layer_tensors:
+        for tensor in layer_tensors:
             expect(tensor, prefix, i, prefix.rstrip("."))
     return expected
 
@@ -458,14 +480,14 @@ def _is_tied(family: Family, config: Mapping[str, object], filled: Config, head:
     """Whether transformers makes the head and the embedding one tensor; ``head``: the name of one that is stored."""
     text = config.get(family.text_config) if family.text_config else None
     if not isinstance(text, dict):
-        return bool(filled["tie_word_embeddings"])
+        return bool(filled.get("tie_word_embeddings"))
     of_text = text.get("tie_word_embeddings")
     if "text" in family.ties and (family.text_tied if of_text is None else of_text):
         return True
     if "outer" not in family.ties:
         return False
     # Where a wrapper's config says nothing, transformers goes by what the files have, too.
-    return bool(filled["tie_word_embeddings"]) and not (config.get("tie_word_embeddings") is None and head)
+    return bool(filled.get("tie_word_embeddings")) and not (config.get("tie_word_embeddings") is None and head)
 
 
 def _names_and_chunks(axis: Axis, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
@@ -474,15 +496,18 @@ def _names_and_chunks(axis: Axis, sizes: Mapping[str, int]) -> tuple[tuple[str, 
     return names_of(axis) * (sizes[axis.times] if isinstance(axis, Repeated) else 1), 1
 
 
-def _layout_there(family: Family, layers: int, tensors: Mapping[str, TensorInfo]) -> set[str]:
-    """Of alternative arrangements of tensors the one that these files hold; the first if none is to be seen."""
-    alternatives = list(dict.fromkeys(tensor.layout for tensor in family.layer_tensors if tensor.layout))
-    for chosen in alternatives:
-        markers = {t.name.replace("{e}", "0") for t in family.layer_tensors if t.layout == chosen}
+def _arranged(family: Family, layers: int, tensors: Collection[str]) -> list[Tensor]:
+    """The tensors of a layer as these files hold them: as the Hub's do, unless only memory's names are there."""
+
+    def there(arranged: Iterable[Tensor]) -> bool:
+        markers = [tensor.name.replace("{e}", "0") for tensor in arranged]
         full = {family.layer.format(i=i) + marker for i in range(layers) for marker in markers}
-        if full & set(tensors) or {name.removeprefix(family.prefix) for name in full} & set(tensors):
-            return {chosen}
-    return set(alternatives[:1])
+        return not full.isdisjoint(tensors) or any(name.removeprefix(family.prefix) in tensors for name in full)
+
+    stacked = [tensor for tensor in family.layer_tensors if tensor.parts]
+    if there(stacked) and not there(part for tensor in stacked for part in tensor.in_files()):
+        return list(family.layer_tensors)
+    return [part for tensor in family.layer_tensors for part in tensor.in_files()]
 
 
 # A model without some of its layers: which tensors are left, and what they are called once the rest is renumbered.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -12,8 +11,8 @@ from transformers import BitsAndBytesConfig, PreTrainedModel
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.reader import Checkpoint
-from mpu_cli.model.family import Family, Stack, as_in_memory
-from mpu_cli.model.layout import HEAD
+from mpu_cli.model.family import Family, as_in_memory
+from mpu_cli.model.layout import HEAD, Piece, pieces_of
 from mpu_cli.model.wrappers import family_of
 
 # Models whose linear layers are held in 4 bits (NF4; QLoRA, Dettmers et al. 2023), by bitsandbytes through
@@ -113,25 +112,6 @@ def share_in_4_bits(model: PreTrainedModel) -> float:
     return sizes[True] / max(1, sum(sizes.values()))
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A tensor of the files, as part of a parameter: all of it or, of a stack, ``rows`` of matrix ``expert``."""
-
-    file_name: str
-    shape: tuple[int, ...]
-    expert: int | None = None
-    rows: tuple[int, int] = (0, 0)
-
-    def of(self, parameter: torch.Tensor) -> torch.Tensor:
-        """This part of ``parameter``, as a view."""
-        return parameter if self.expert is None else parameter[self.expert, slice(*self.rows)]
-
-    def with_new_prefix(self, prefix: str, other: str) -> Piece:
-        """This piece with ``other`` in place of ``prefix``, if its name begins with that."""
-        has_prefix = self.file_name.startswith(prefix)
-        return replace(self, file_name=other + self.file_name.removeprefix(prefix)) if has_prefix else self
-
-
 def family_of_model(model: PreTrainedModel) -> Family | None:
     """The table of ``model``'s family; None if there is none."""
     return family_of(model.config.model_type, model.config.get_text_config().model_type)
@@ -153,9 +133,7 @@ def pieces_in_files(name: str, shape: Sequence[int], files: Collection[str], mod
     if family:
         if HEAD in names:
             candidates += [[Piece(head, tuple(shape))] for head in family.heads]
-        for stack in family.stacks:
-            if name.endswith(f".{stack.name}"):
-                candidates.append(_of_stack(stack, name.removesuffix(stack.name), shape))
+        candidates += filter(None, [pieces_of(family, name, shape)])
         for in_file, in_memory in family.renamed:
             if any(each.startswith(in_memory) for each in names):
                 candidates += [[piece.with_new_prefix(in_memory, in_file) for piece in pieces] for pieces in candidates]
@@ -163,23 +141,13 @@ def pieces_in_files(name: str, shape: Sequence[int], files: Collection[str], mod
     return next((pieces for pieces in candidates if all(piece.file_name in files for piece in pieces)), [])
 
 
-def _of_stack(stack: Stack, prefix: str, shape: Sequence[int]) -> list[Piece]:
-    if not any("{e}" in part for part in stack.parts):
-        return [Piece(prefix + stack.parts[0], tuple(shape))]
-    rows = shape[1] // len(stack.parts)
-    return [
-        Piece(prefix + part.replace("{e}", str(e)), (rows, *shape[2:]), e, (i * rows, (i + 1) * rows))
-        for e in range(shape[0])
-        for i, part in enumerate(stack.parts)
-    ]
-
-
 def is_trained(piece: Piece, model: PreTrainedModel) -> bool:
     """Whether ``piece`` is part of what is published, trained and returned."""
     family = family_of_model(model)
     if family is None:
         return True
-    constant = (tensor.name for tensor in (*family.tensors, *family.layer_tensors) if not tensor.trained)
+    frozen = [tensor for tensor in (*family.tensors, *family.layer_tensors) if not tensor.trained]
+    constant = (part.name for tensor in frozen for part in (tensor, *tensor.in_files()))
     frozen_prefixes = (*family.frozen_prefixes, *as_in_memory(family).frozen_prefixes)
     return not piece.file_name.startswith(frozen_prefixes) and not piece.file_name.endswith(tuple(constant))
 
@@ -211,14 +179,8 @@ def has_separate_heads(model: PreTrainedModel, checkpoint: Checkpoint) -> bool:
     files = checkpoint.tensors
     shapes = {name: shape_of(tensor) for name, tensor in model.named_parameters(remove_duplicate=False)}
     for pair in model.all_tied_weights_keys.items():
-        stored = [_stored_under(name, shapes[name], files, model) for name in pair if name in shapes]
-        if len(set(stored)) == 2 and all(stored):
-            head, embedding = (checkpoint.tensor(name) for name in stored if name)
-            if not torch.equal(head, embedding):
-                return True
+        pieces = [pieces_in_files(name, shapes[name], files, model)[:1] for name in pair if name in shapes]
+        stored = {piece.file_name for each in pieces for piece in each}
+        if len(stored) == 2 and not torch.equal(*map(checkpoint.tensor, stored)):
+            return True
     return False
-
-
-def _stored_under(name: str, shape: Sequence[int], files: Collection[str], model: PreTrainedModel) -> str | None:
-    pieces = pieces_in_files(name, shape, files, model)
-    return pieces[0].file_name if pieces else None

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -277,3 +277,20 @@ def _declaration(group_class: type, group_field: Field, hint: Any) -> Declaratio
         item=item,
         hidden=meta["hidden"],
     )
+
+
+def as_arguments(options: Options, without: Collection[str] = ()) -> list[str]:
+    """What of ``options`` differs from the defaults, as on the command line, except those ``without``."""
+    words: list[str] = []
+    values, group_class = flat(options), type(options)
+    for name, declaration in declared_options(group_class).items():  # type: ignore[arg-type] # a class has a hash
+        value = values[name]
+        if name in without or value in (declaration.default, None, ()):
+            continue
+        if declaration.kind is bool:
+            words.append(declaration.flag if value else declaration.flag.replace("--", "--no-", 1))
+            continue
+        texts = [",".join(map(str, value))] if isinstance(value, tuple) else str(value).splitlines() or [""]
+        for text in texts:
+            words += [declaration.flag, text]
+    return words

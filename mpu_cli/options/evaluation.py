@@ -23,9 +23,6 @@ class BenchmarkOptions(Options):
         "(default: qa where records are named, else tofu).",
     )
     forget_split: str = option("forget10", "TOFU forget split.", metavar="SPLIT")
-    holdout_split: str | None = option(
-        None, "TOFU split that no model saw (default: the one of the same size).", metavar="SPLIT"
-    )
     corpus: Literal["news", "books"] = option("news", "MUSE corpus.")
     forget: str | None = option(
         None,
@@ -41,9 +38,9 @@ class BenchmarkOptions(Options):
     def names_records(self) -> bool:
         return bool(self.forget or self.retain or self.unseen)
 
-    def chosen(self, with_file: bool = False) -> str:
-        """The benchmark; ``with_file``: whether a file of records is named besides."""
-        return self.benchmark or ("qa" if with_file or self.names_records else "tofu")
+    @property
+    def chosen(self) -> str:
+        return self.benchmark or ("qa" if self.names_records else "tofu")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,8 +17,7 @@ from mpu_cli.files.manifest import CopyManifest
 from mpu_cli.files.randomness import Randomness, Stream, new_seed, seed_from_number
 from mpu_cli.files.reader import OPTION, TensorInfo
 from mpu_cli.files.sealing import default_identity_path, own_secret
-from mpu_cli.model.family import Stack
-from mpu_cli.model.layout import Layout
+from mpu_cli.model.layout import Layout, pieces_of
 from mpu_cli.model.source import Model
 from mpu_cli.model.transform import Transform
 from mpu_cli.options.publishing import KAPPA, Disguise, Publishing
@@ -275,8 +274,10 @@ def matching(base: Model, layout: Layout, pretrained: Model | None) -> dict[str,
     names = [tensor.name for tensor in layout.parameters]
     theirs = {tensor.name: pretrained.checkpoint.tensor(tensor.name) for tensor in other.parameters}
     if len(theirs) != len(names):
-        apart = _with_matrices(theirs, other.family.stacks)
-        theirs = {name: apart[name] for name in names if name in apart}
+        for name, weights in list(theirs.items()):  # stacks of experts as the matrices that the Hub's files hold
+            pieces = pieces_of(other.family, name, weights.shape)
+            theirs |= {piece.file_name: piece.of(weights) for piece in pieces}
+        theirs = {name: theirs[name] for name in names if name in theirs}
     if layout.family.model_types != other.family.model_types or len(names) != len(theirs):
         raise MpuError(
             f"{pretrained.source}: tensors differ from {base.source} (different architecture, different head, or "
@@ -290,22 +291,3 @@ def matching(base: Model, layout: Layout, pretrained: Model | None) -> dict[str,
                 "use a pretrained model with the base's shapes",
             )
     return dict(zip(names, theirs.values(), strict=True))
-
-
-def _with_matrices(tensors: Mapping[str, torch.Tensor], stacks: Sequence[Stack]) -> dict[str, torch.Tensor]:
-    """``tensors``, and what is stacked or renamed in memory by the names of files: of experts (experts, rows, columns)
-    each one's matrices, as views."""
-    matrices = dict(tensors)
-    for name, tensor in tensors.items():
-        for stack in stacks:
-            if not name.endswith(f".{stack.name}"):
-                continue
-            prefix = name.removesuffix(stack.name)
-            if "{e}" not in stack.parts[0]:
-                matrices[prefix + stack.parts[0]] = tensor
-                continue
-            rows = tensor.shape[1] // len(stack.parts)
-            for expert, matrix in enumerate(tensor):
-                for part, piece in zip(stack.parts, matrix.split(rows), strict=True):
-                    matrices[prefix + part.replace("{e}", str(expert))] = piece
-    return matrices

@@ -159,7 +159,8 @@ class Encoding:
                 f"{read}"
             )
         if self.truncate_to and self.truncated:
-            remarks.append(truncation(self.truncated, total, self.truncate_to))
+            cut = len(set(self.truncated))
+            remarks.append(f"{cut} of {total} records were truncated to {self.truncate_to} tokens")
         for name, places in self.omitted.items():
             count = len(set(places))
             remarks.append(
@@ -358,11 +359,6 @@ def encoding_of(
         tokenizer, template, prompts.system_prompt, limits, prompts.date, truncate_to, variables,
         prompts.control_tokens,
     )  # fmt: skip
-
-
-def truncation(places: Sequence[str], total: int, length: int) -> str:
-    """What to say of records that were cut."""
-    return f"{len(set(places))} of {total} records were truncated to {length} tokens"
 
 
 def template_variables(assignments: Sequence[str]) -> dict[str, object]:

@@ -1,6 +1,6 @@
 """Memory of the two processes of a sharded training when the first step begins: what loading costs the host.
 
-    python -m tests.benchmarks.sharded 0.5b DIR fsdp|zero3
+    python -m tests.benchmarks.sharded 0.5b DIR
 
 gloo on a CPU, which accelerate is made to treat as NCCL on GPUs (tests/training/test_training.py). Prints each
 process's anonymous resident memory before its weights are distributed, and ends there: on a CPU, what training then
@@ -17,9 +17,8 @@ from pathlib import Path
 
 from tests.helpers.models import save_tokenizer, write_records
 from tests.helpers.shapes import make
-from tests.training.test_training import DEEPSPEED, FSDP, SHARDED
+from tests.training.test_training import FSDP, SHARDED
 
-ENGINES = {"fsdp": {**FSDP, "FSDP_VERSION": "2"}, "zero3": {**DEEPSPEED, "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}}
 STOP = """
 def stop(*arguments, **options):
     [memory] = [line.split()[1] for line in open("/proc/self/status") if line.startswith("RssAnon")]
@@ -31,7 +30,7 @@ unlearn.train = stop
 """
 
 
-def main(shape: str, folder: Path, engine: str) -> None:
+def main(shape: str, folder: Path) -> None:
     base = save_tokenizer(make(shape, folder / "base"))
     for name, count, seed in (("forget", 4, 1), ("retain", 4, 2)):
         write_records(folder / f"{name}.jsonl", count, seed)
@@ -42,11 +41,11 @@ def main(shape: str, folder: Path, engine: str) -> None:
         "--template", "plain", "--batch-size", 2, "--device", "cpu", "--out", folder / "delta.safetensors",
     ]  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "sharded.py"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "SHARDS": "weights", **ENGINES[engine]}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **FSDP, "FSDP_VERSION": "2"}
     environment["PYTHONPATH"] = os.pathsep.join([str(Path.cwd()), os.environ.get("PYTHONPATH", "")])
     environment["ARGUMENTS"] = shlex.join(map(str, arguments))
     subprocess.run(command, cwd=folder, env=environment, check=True)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]).resolve(), sys.argv[3])
+    main(sys.argv[1], Path(sys.argv[2]).resolve())

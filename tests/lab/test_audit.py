@@ -184,14 +184,6 @@ def test_real_weights(mpu: Callable, tmp_path: Path) -> None:
     assert list(single_copy_attacks) == ["one copy"]
     fast = mpu("audit", *copies, "--base", models / "full", "--fast", "--json").json["attacks"]
     assert len(fast["one copy"]["blocks"]) == 3 + 2
-    drawn = ("--keys", tmp_path / "k.bin", "--plot", tmp_path / "audit.html")
-    mpu("audit", *copies, "--base", models / "full", *common, *drawn)
-    page = (tmp_path / "audit.html").read_text()
-    assert "κ = 0.01" in page
-    assert "model.layers.5" in page
-    assert "<svg" in page
-    refused = mpu("audit", *copies, "--base", models / "full", *common, *drawn, check=False)
-    assert "already exists" in refused.err
     mpu("publish", models / "full", *common, "--out", tmp_path / "other", "--keys", tmp_path / "other.bin")
     refused = mpu("audit", *copies, "--base", models / "full", "--keys", tmp_path / "other.bin", check=False)
     assert "was not published with these keys" in refused.err

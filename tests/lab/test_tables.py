@@ -15,7 +15,6 @@ from scipy import stats
 
 from mpu_cli.errors import UsageError
 from mpu_cli.lab.report import degradation, pivot, published_results, read_recipe
-from mpu_cli.observer import Observer, WarningsOnce, Within
 from mpu_cli.options.unlearning import RecordFormat
 from mpu_cli.records.read import read_records
 from tests.helpers.models import needs_shared, random_model, save
@@ -205,30 +204,6 @@ def test_recipes_of_the_paper(mpu: Callable, tmp_path: Path, recipe: str) -> Non
     if {"clean", "mpu"} <= {*modes}:
         assert "mpu: average degradation (distance from clean) over 1 algorithm" in outcome.out
     assert list((tmp_path / "out").glob("retain-*.json"))
-
-
-def test_warnings_of_all_rounds_are_shown_once() -> None:
-    """Those that differ in more than what was measured are all shown; the others are counted."""
-
-    class Recording(Observer):
-        def __init__(self) -> None:
-            self.texts: list[str] = []
-
-        def warn(self, text: str) -> None:
-            self.texts.append(text)
-
-    recording = Recording()
-    once = WarningsOnce(recording)
-    for number in range(1, 4):
-        of_round = Within(once, f"round {number} of 3")
-        of_round.warn(f"copy 1: hardly forgotten (loss 1.0{number}e-3 → 0.{number}, off by {number} %)")
-        of_round.warn(f"copy {number}: tensors differ in layer {number}")
-    once.note_repetitions()
-    assert recording.texts == [
-        "round 1 of 3: copy 1: hardly forgotten (loss 1.01e-3 → 0.1, off by 1 %)",
-        *(f"round {number} of 3: copy {number}: tensors differ in layer {number}" for number in (1, 2, 3)),
-        "later rounds repeated these 2 times, with other measurements",
-    ]
 
 
 @pytest.mark.slow

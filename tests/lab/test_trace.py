@@ -257,14 +257,6 @@ def test_verify_checks_the_mark(mpu: Callable, base: Path) -> None:
     assert outcome.status == 1
 
 
-def test_a_figure_and_a_page(mpu: Callable, base: Path, tmp_path: Path) -> None:
-    folder = publish(mpu, base, "first")
-    mpu("trace", folder / "copy_1", *keys(folder), "--plot", tmp_path / "z.html")
-    page = (tmp_path / "z.html").read_text()
-    assert "<svg" in page
-    assert "layers.0" in page
-
-
 @pytest.mark.slow
 def test_a_served_model(mpu: Callable, demo: DemoModel, tmp_path: Path) -> None:
     """By log-probabilities alone, from a process that serves one of two clients' copies; the base is not named."""

@@ -24,6 +24,7 @@ from mpu_cli.measuring.generation import reading
 from mpu_cli.measuring.relearning import with_earlier_turns
 from mpu_cli.measuring.results import best, goal
 from mpu_cli.measuring.scoring import TokenScores
+from mpu_cli.records.encode import Encoding
 from mpu_cli.records.forms import question
 from tests.helpers.evaluation import tofu_row, words
 from tests.helpers.models import random_model, save
@@ -109,7 +110,7 @@ class TestMuse:
     def test_knowledge_stops(self, tmp_path: Path) -> None:
         """Prompt and answer tokens may merge; scoring covers what follows the prompt's own token count."""
         tokenizer = AutoTokenizer.from_pretrained(save(random_model("qwen2"), tmp_path / "qwen"))
-        encoder = OpenUnlearningEncoder(tokenizer, "plain")
+        encoder = OpenUnlearningEncoder(Encoding(tokenizer, "plain"))
         [item] = encoder.questions([with_earlier_turns(question("w3?", "w4", "here"), [question("w5?", "w6")])])
         prompt = "Question: w5?\nAnswer: w6\n\nQuestion: w3?\nAnswer: "
         assert list(item.prompt) == tokenizer(prompt).input_ids
@@ -119,20 +120,13 @@ class TestMuse:
 
 class TestOwnRecords:
     @pytest.mark.slow
-    def test_one_file_or_three(self, mpu: Callable, model: Path, tmp_path: Path) -> None:
+    def test_own_records(self, mpu: Callable, model: Path, tmp_path: Path) -> None:
         rng = random.Random(8)
         sets = {name: [tofu_row(rng) for _ in range(4)] for name in ("forget", "retain", "unseen")}
-        with open(tmp_path / "all.jsonl", "w") as combined_file:
-            for name, rows in sets.items():
-                (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-                combined_file.writelines(json.dumps(row | {"set": name}) + "\n" for row in rows)
-        results = mpu(
-            "eval", model, "--benchmark", "qa", tmp_path / "all.jsonl", "--out", tmp_path / "a", "--json"
-        ).json["metrics"]
+        for name, rows in sets.items():
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         each = [part for name in sets for part in (f"--{name}", tmp_path / f"{name}.jsonl")]
-        assert (
-            mpu("eval", model, "--benchmark", "qa", *each, "--out", tmp_path / "b", "--json").json["metrics"] == results
-        )
+        results = mpu("eval", model, *each, "--out", tmp_path / "a", "--json").json["metrics"]
         assert {"forget_Q_A_Prob", "retain_Q_A_ROUGE", "forget_truth_ratio", "mia_loss", "privleak"} <= set(results)
         (tmp_path / "plain.jsonl").write_text('{"question": "w3", "answer": "w4 w5"}\n')
         results = mpu(

@@ -183,7 +183,7 @@ class TestEncoding:
         words = [" ".join(f"w{rng.randrange(80)}" for _ in range(rng.randrange(1, 9))) for _ in range(60)]
         shots = [question("w1 w2", "w3"), question("w4", "w5")]
         records = [with_earlier_turns(question(words[i % 7], words[i], str(i)), shots[: i % 3]) for i in range(60)]
-        encoders = [OpenUnlearningEncoder(tokenizer, template), TrainedEncoder(Encoding(tokenizer, template))]
+        encoders = [each(Encoding(tokenizer, template)) for each in (OpenUnlearningEncoder, TrainedEncoder)]
         for encoder in encoders:
             fresh = replace(encoder)
             assert encoder.questions(records) == [item for each in records for item in fresh.questions([each])]
@@ -206,7 +206,7 @@ class TestEncoding:
         tokenizer.chat_template = refusal + tokenizer.chat_template
         records = [question("w3", f"w{i}", f"records, line {i}") for i in range(10)]
         with pytest.raises(MpuError, match=r"^records, line 7: the tokenizer's chat template rejected it .not this"):
-            OpenUnlearningEncoder(tokenizer, "chat").questions(records)
+            OpenUnlearningEncoder(Encoding(tokenizer, "chat")).questions(records)
 
 
 def test_norms_of_gradients_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -152,7 +152,7 @@ def false_maps(layout: Layout) -> Iterator[tuple[str, int, dict]]:
         rolled_heads = AxisMap((order[:, None] * d + torch.arange(d)).flatten())
         yield "heads under ALiBi", last, dict.fromkeys(("query", "key", "value", "mixed"), rolled_heads)
     plain = [i for i, block in enumerate(layout.structures) if any(ffn.prefix == "" for ffn in block.ffns)]
-    if not layout.family.gated and plain:
+    if plain and not layout.structures[plain[-1]].ffns[0].gated:
         signed = Permutation("ffn", ("ffn", "gate", "up"), signed=("ffn", "gate", "up"))
         yield "signs of neurons", plain[-1], draw(signed)
     if not layout.family.rms_norm:
@@ -546,11 +546,12 @@ COMPUTED_DEFAULTS = {
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_missing_entries_mean_what_transformers_takes_them_for(model_type: str) -> None:
     """A config without an entry is read with the default of transformers' class, where that has the entry."""
-    assumed = CONFIG_MAPPING[model_type]().to_dict()
+    family, assumed = FAMILIES[model_type], CONFIG_MAPPING[model_type]().to_dict()
     assumed = {**(assumed.get("rope_parameters") or {}), **assumed}
-    ours = {name: value for name, value in FAMILIES[model_type].defaults.items() if name in assumed}
+    asked = {t.when: None for t in (*family.tensors, *family.layer_tensors) if isinstance(t.when, str)}
+    ours = {name: value for name, value in {**asked, **family.defaults}.items() if name in assumed}
     computed = {name for kind, name in COMPUTED_DEFAULTS if kind == model_type}
-    assert {name for name, value in ours.items() if assumed[name] != value} == computed
+    assert {name for name, value in ours.items() if (assumed[name] or None) != (value or None)} == computed
 
 
 @pytest.mark.slow

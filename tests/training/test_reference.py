@@ -149,7 +149,7 @@ class TestDate:
         record = question("w4 w5", "w6")
         for date, year in (("10 Apr 2025", "w25"), ("2031-12-01", "w31")):
             [trained] = Encoding(tokenizer, date=date).encode([record])
-            [scored] = OpenUnlearningEncoder(tokenizer, "chat", date=date).questions([record])
+            [scored] = OpenUnlearningEncoder(Encoding(tokenizer, "chat", date=date)).questions([record])
             for ids in (trained.ids, scored.ids):
                 assert tokenizer.convert_ids_to_tokens(list(ids[:2])) == [year, year]
         [default] = Encoding(tokenizer).encode([record])

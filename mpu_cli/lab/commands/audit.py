@@ -10,7 +10,7 @@ from mpu_cli.commands.secrets import opened_keys
 from mpu_cli.errors import MpuError
 from mpu_cli.files.manifest import read_copy_manifest
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.command import FORCE, Command, Opening, Report, paths_from
+from mpu_cli.options.command import Command, Opening, Report, paths_from
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.publishing import NoiseKind
 from mpu_cli.wording import few
@@ -64,21 +64,13 @@ class Audit(Command):
         metavar="FILE",
     )
     fast: bool = option(False, "Examine only three layers.")
-    plot: Path | None = option(
-        None, "Plot the errors by block and attack to a .png, .svg, .pdf or .html file.", metavar="FILE"
-    )
     opening: Opening = group(Opening)
-    force: bool = option(False, FORCE)
 
     def run(self, observer: Observer = SILENT) -> tuple[Attempt, Publication | None]:
         """What was recovered, under which assumptions, and the publication of the keys."""
         from mpu_cli.lab.attacks import audit_as_believed
         from mpu_cli.model.source import open_model
 
-        if self.plot:
-            from mpu_cli.measuring.plots import check_target
-
-            check_target(self.plot, self.force)
         keys = opened_keys(self.keys, self.opening, observer) if self.keys else None
         copies = [open_model(str(path), links=False) for path in paths_from(self.copies)]
         base = open_model(self.base)
@@ -89,13 +81,7 @@ class Audit(Command):
             copies, base, public, noise=self.noise, nodes=self.nodes, alphas=self.alphas, symmetries=self.symmetries,
             fast=self.fast, observer=observer,
         )  # fmt: skip
-        publication = keys.publication if keys else None
-        if self.plot:
-            from mpu_cli.lab.plots import draw
-
-            scale = f", κ = {publication.kappa:g}" if publication and not publication.calibration else ""
-            draw(attempt.audit, self.plot, title=f"What {len(copies)} of the copies reveal{scale}", force=self.force)
-        return attempt, publication
+        return attempt, keys.publication if keys else None
 
     def report(self, found: tuple[Attempt, Publication | None], observer: Observer) -> Report:
         attempt, published = found
@@ -137,7 +123,7 @@ def _tell(result: Findings, observer: Observer) -> None:
     from mpu_cli.lab.audit import ATTACKS
 
     rows = []
-    for name, recovered in result.attacks.items():
+    for name in result.attacks:
         task = result.task_error(name)
         rows.append(
             [
@@ -146,11 +132,10 @@ def _tell(result: Findings, observer: Observer) -> None:
                 *([f"{result.change_error(name):.2%}"] if result.with_reference else []),
                 "–" if task is None else f"{task:.2%}",
                 result.method(name),
-                f"{recovered.seconds:.1f}",
             ]
         )
     of_change = ["of the change"] if result.with_reference else []
-    columns = ["attack", "weights", *of_change, "task vector", "the change is", "seconds"]
+    columns = ["attack", "weights", *of_change, "task vector", "the change is"]
     observer.table("Relative error of what is recovered", columns, rows)
     if unmoved := [block for block, share in result.unmoved.items() if share > UNMOVED]:
         observer.note(f"unchanged in copy 1 (no symmetry moves them, no noise survives): {few(unmoved)}")

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.commands.secrets import opened_keys
-from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.errors import UsageError
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.command import BASE_AGAIN, FORCE, MODEL_CONFIG, Command, Opening, Report
+from mpu_cli.options.command import BASE_AGAIN, MODEL_CONFIG, Command, Opening, Report
 from mpu_cli.options.declare import group, option
 
 if TYPE_CHECKING:
@@ -62,9 +62,7 @@ class Trace(Command):
     text_columns: str | None = option(
         None, "Names of the fields of --texts, such as question=instruction,answer=response.", metavar="NAME=COLUMN,…"
     )
-    plot: Path | None = option(None, "Plot z by block to a .png, .svg, .pdf or .html file.", metavar="FILE")
     opening: Opening = group(Opening)
-    force: bool = option(False, FORCE)
 
     def run(self, observer: Observer = SILENT) -> Findings:
         """The evidence for each publication; warns of those whose seed can be guessed."""
@@ -74,10 +72,6 @@ class Trace(Command):
         from mpu_cli.model.source import open_model
         from mpu_cli.protocol.keys import published_base
 
-        if self.plot:
-            from mpu_cli.measuring.plots import check_target
-
-            check_target(self.plot, self.force)
         publications = []
         for file in self.keys or [Path("keys.bin")]:
             keys = opened_keys(file, self.opening, observer)
@@ -109,15 +103,7 @@ class Trace(Command):
     def report(self, result: Findings, observer: Observer) -> Report:
         _tell(result, observer)
         verdict = verdict_of(result)
-        failure = None
-        if self.plot:
-            from mpu_cli.lab.plots import draw_trace
-
-            try:
-                draw_trace(result, self.plot, force=self.force)
-            except MpuError as error:  # the verdict took longer than the figure
-                failure = error
-        return Report([verdict], _document(result, verdict), failure=failure)
+        return Report([verdict], _document(result, verdict))
 
 
 def verdict_of(result: Findings) -> str:
@@ -185,7 +171,6 @@ def _document(result: Findings, verdict: str) -> dict[str, object]:
                 "copies_named": [copy.copy for copy in result.named_copies(publication)],
                 "mark": _noise(result, publication.mark),
                 "tensors": [publication.tensors, publication.total_tensors],
-                "aligned_tensors": publication.aligned,
                 "copies": [
                     {
                         "copy": copy.copy,

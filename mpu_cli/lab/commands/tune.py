@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from mpu_cli.errors import MpuError
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
-from mpu_cli.options.declare import declared_options, flat, group, option
-from mpu_cli.options.tuning import Search
+from mpu_cli.options.declare import as_arguments, declared_options, group, option
 from mpu_cli.options.unlearning import Records, Unlearning
 
 if TYPE_CHECKING:
@@ -33,7 +32,11 @@ class Tune(Command):
     )
 
     model: str = option(..., "A copy, or any model directory or Hub id.", metavar="MODEL", argument=True)
-    search: Search = group(Search)
+    trials: int = option(15, "Number of trainings.", metavar="N", least=1)
+    least_lr: float = option(1e-6, "Lowest learning rate to try.", above=0)
+    most_lr: float = option(1e-3, "Highest learning rate to try.", above=0)
+    most_epochs: int = option(20, "Most epochs to try.", least=1)
+    max_rise: float = option(0.1, "How much the loss on records to keep may rise, in nats per answer token.", above=0)
     unlearning: Unlearning = group(Unlearning)
 
     def run(self, observer: Observer = SILENT) -> tuple[Trial | None, Sequence[Trial]]:
@@ -43,7 +46,7 @@ class Tune(Command):
         from mpu_cli.training.data import read_dataset
 
         data = read_dataset(self.unlearning, observer)
-        return tune(open_model(self.model, links=False), data, self.unlearning, self.search, observer)
+        return tune(open_model(self.model, links=False), data, self.unlearning, self, observer)
 
     def report(self, found: tuple[Trial | None, Sequence[Trial]], observer: Observer) -> Report:
         from mpu_cli.training.unlearn import HARDLY
@@ -63,23 +66,8 @@ class Tune(Command):
                 f"nothing found that forgets: the loss rose by at most {best.forget_rise:.3f} nats; raise "
                 "--most-epochs, --max-rise or --trials, or lower --batch-size"
             )
-        options = f"{_command_options(self.unlearning)} --lr {best.lr:.3g} --epochs {best.epochs}"
+        searched = {"algo", "lr", "epochs", *declared_options(Records)}
+        words = ["--algo", self.unlearning.algo, *as_arguments(self.unlearning, searched)]
+        options = shlex.join([*words, "--lr", f"{best.lr:.3g}", "--epochs", str(best.epochs)])
         document = {"options": options, "best": asdict(best), "trials": [asdict(trial) for trial in trials]}
         return Report([options], document)
-
-
-def _command_options(unlearning: Unlearning) -> str:
-    """The options that were tuned with, as `mpu unlearn` takes them: the algorithm, and what differs from the defaults
-    but for the records and what was searched."""
-    defaults, declarations = flat(Unlearning()), declared_options(Unlearning)
-    words = ["--algo", unlearning.algo]
-    for name, value in flat(unlearning).items():
-        if value == defaults[name] or name in ("algo", "lr", "epochs", *declared_options(Records)):
-            continue
-        if isinstance(value, tuple):
-            value = ",".join(value)
-        if isinstance(value, bool):
-            words.append(declarations[name].flag if value else declarations[name].flag.replace("--", "--no-", 1))
-        else:
-            words += [declarations[name].flag, f"{value:g}" if isinstance(value, float) else str(value)]
-    return shlex.join(words)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from mpu_cli.errors import MpuError, UsageError
@@ -33,16 +32,14 @@ def known_metrics() -> dict[str, Metric]:
     return table | {"forget_quality": metrics.forget_quality(tuple)}
 
 
-def benchmark_of(
-    options: Measuring, log: RetainLog | None, file: Path | None = None, observer: Observer = SILENT
-) -> Benchmark:
-    """The benchmark that --benchmark names, with the attacks that --attacks does; ``file`` is one that holds all
-    records of qa. What is read of which file is reported to ``observer``.
+def benchmark_of(options: Measuring, log: RetainLog | None, observer: Observer = SILENT) -> Benchmark:
+    """The benchmark that --benchmark names, with the attacks that --attacks does. What is read of which file is
+    reported to ``observer``.
 
     Raises UsageError for records or attacks that do not go with it.
     """
     named, attacks = options.benchmark, options.recovery.attacks
-    chosen = named.chosen(file is not None)
+    chosen = named.chosen
     if unknown := [name for name in attacks if name not in ATTACKS]:
         raise UsageError(f"--attacks {unknown[0]}: must be one of {', '.join(ATTACKS)}")
     if attacks and chosen not in ATTACKED:
@@ -51,9 +48,9 @@ def benchmark_of(
     if data_dir and not data_dir.is_dir():
         raise MpuError(f"--data-dir {data_dir}: no such directory")
     if chosen == "qa":
-        benchmark = own.of_options(options, log, file, observer)
-    elif file or named.names_records:
-        raise UsageError("FILE, --forget, --retain and --unseen require --benchmark qa")
+        benchmark = own.of_options(options, log, observer)
+    elif named.names_records:
+        raise UsageError("--forget, --retain and --unseen require --benchmark qa")
     else:
         benchmark = BENCHMARKS[chosen].of_options(options, log)
     if attacks and any(split.has_texts for split in benchmark.splits.values()):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
-from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.errors import MpuError
 from mpu_cli.measuring import metrics
 from mpu_cli.measuring.benchmarks.base import Benchmark, Row, Split, forget_quality, forgetting, questions
 from mpu_cli.measuring.endpoint import has_english_words
@@ -14,11 +13,10 @@ from mpu_cli.measuring.retain import RetainLog
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.unlearning import RecordFormat, Records
-from mpu_cli.records.forms import Record, Turn, parse_record, records_of_turns
+from mpu_cli.records.forms import Record, Turn, records_of_turns
 from mpu_cli.records.read import parsed_rows, report_rows
 
 SETS = ("forget", "retain", "holdout")  # as OpenUnlearning calls them
-LABELS = {"forget": "forget", "retain": "retain", "unseen": "holdout"}  # what a file's records are labelled with
 TRUTH_RATIO_FIELDS = ("paraphrased_answer", "perturbed_answer")
 
 Question = tuple[Row, Record]  # a row and the record in it; of a dialogue with --turns all, one of those in it
@@ -98,55 +96,27 @@ def _truth_ratio(name: str, rows: Sequence[Row]) -> dict[str, Metric]:
     }
 
 
-def _questions(rows: Sequence[Row], turns: str) -> list[Question]:
-    """Rows of any form that training reads, with their records."""
-    questions_of_rows: list[Question] = []
-    for location, row in rows:
-        record = parse_record(row, location)
-        questions_of_rows += [((each.location, row), each) for each in records_of_turns(record, turns)]
-    return questions_of_rows
-
-
 def read_own(
-    path: Path | None,
-    sources: Mapping[str, str | None],
-    reading: RecordFormat,
-    observer: Observer = SILENT,
+    sources: Mapping[str, str | None], reading: RecordFormat, observer: Observer = SILENT
 ) -> list[list[Question]]:
-    """Forget, retain and holdout records, from one file whose records have a ``set`` field, or from ``sources``, by the
-    name of the set."""
+    """Forget, retain and holdout records, of any form that training reads, from ``sources`` by the name of the set."""
 
-    def rows_of(source: str | Path) -> list[Row]:
+    def questions_in(source: str) -> list[Question]:
         parsed = parsed_rows(source, reading, observer)
-        rows = [row for row, _ in parsed]
-        report_rows(str(source), rows, set(), observer)
-        return rows
+        report_rows(source, [row for row, _ in parsed], set(), observer)
+        return [
+            ((each.location, row), each)
+            for (_, row), record in parsed
+            for each in records_of_turns(record, reading.turns)
+        ]
 
-    if path is not None:
-        sets: dict[str, list[Question]] = {name: [] for name in SETS}
-        for row, record in _questions(rows_of(path), reading.turns):
-            location, fields = row
-            label = fields.get("set") if isinstance(fields, dict) else None
-            if not isinstance(label, str) or label not in LABELS:
-                raise MpuError(f"{location}: 'set' must be {', '.join(LABELS)}")
-            sets[LABELS[label]].append((row, record))
-        return list(sets.values())
-    return [
-        _questions([row for source in (sources[name] or "").splitlines() for row in rows_of(source)], reading.turns)
-        for name in SETS
-    ]
+    return [[each for source in (sources[name] or "").splitlines() for each in questions_in(source)] for name in SETS]
 
 
-def of_options(
-    options: Measuring, log: RetainLog | None, file: Path | None = None, observer: Observer = SILENT
-) -> Benchmark:
-    """``file``: one that holds all records."""
+def of_options(options: Measuring, log: RetainLog | None, observer: Observer = SILENT) -> Benchmark:
     named = options.benchmark
-    if file and named.names_records:
-        raise UsageError("FILE cannot be combined with --forget, --retain or --unseen")
-    to_forget = named.forget or (None if file else Records().forget)
-    sources = {"forget": to_forget, "retain": named.retain, "holdout": named.unseen}
-    forget, retain, holdout = read_own(file, sources, named.reading, observer)
+    sources = {"forget": named.forget or Records().forget, "retain": named.retain, "holdout": named.unseen}
+    forget, retain, holdout = read_own(sources, named.reading, observer)
     return own_records(forget, retain, holdout, log)
 
 

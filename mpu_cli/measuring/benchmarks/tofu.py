@@ -19,9 +19,7 @@ UTILITY = (
 )  # fmt: skip
 
 
-def tofu(
-    forget_split: str, data_dir: Path | None, retain: RetainLog | None, holdout_split: str | None = None
-) -> Benchmark:
+def tofu(forget_split: str, data_dir: Path | None, retain: RetainLog | None) -> Benchmark:
     """TOFU (Maini et al., 2024), as OpenUnlearning measures it, on ``forget_split``, such as forget10."""
     if not forget_split.startswith("forget"):
         raise UsageError(f"--forget-split {forget_split}: must be one of forget01, forget05, forget10")
@@ -30,7 +28,7 @@ def tofu(
         "retain": "retain_perturbed",
         "ra": "real_authors_perturbed",
         "wf": "world_facts_perturbed",
-        "holdout": holdout_split or forget_split.replace("forget", "holdout"),
+        "holdout": forget_split.replace("forget", "holdout"),
     }
     splits = {
         name: Split(name, source, partial(benchmark_rows, "tofu", source, data_dir), questions)
@@ -66,7 +64,7 @@ def tofu(
 
 def of_options(options: Measuring, log: RetainLog | None) -> Benchmark:
     named = options.benchmark
-    return tofu(named.forget_split, named.reading.data_dir, log, named.holdout_split)
+    return tofu(named.forget_split, named.reading.data_dir, log)
 
 
 def example() -> Benchmark:

@@ -38,7 +38,7 @@ GEMMA2 = replace(
 )
 
 GEMMA3 = replace(
-    GEMMA2, model_types=("gemma3_text",), layer_tensors=(*SANDWICH, *SHARED_NORM, *gated_ffn()), qk_norm="shared",
+    GEMMA2, model_types=("gemma3_text",), layer_tensors=(*SANDWICH, *SHARED_NORM, *gated_ffn()),
     unless={}, note="text only",
 )  # fmt: skip
 
@@ -148,17 +148,15 @@ GEMMA4 = replace(
         ),
     ),
     rotary=lambda config, _: config["head_dim"],
-    qk_norm="shared",
-    experts=entry("enable_moe_block"),
-    keys_are_values=has_one_projection,
     reads=last_of_kind(is_full),
     dead=("*.layers.*.self_attn.[kv]_*",),
     buffers=("rotary_emb.inv_freq", ".layer_scalar"),
     defaults={
-        "tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 256, "attention_bias": False,
-        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262_144,
+        "tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 256, "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262_144,
     },
     unless={},
+    note="where keys are values, those turn by 90°",
 )  # fmt: skip
 
 GEMMA4_UNIFIED = replace(
@@ -210,13 +208,11 @@ GEMMA3N = replace(
         Tensor("altup.correct_output_scale", ("|model|",)), *linear("altup.modality_router", "altup", "model"),
         *linear("altup.correction_coefs", "altup", "altup"), *linear("altup.prediction_coefs", "altup2", "altup"),
     ),
-    experts=None,
-    keys_are_values=None,
     reads=last_of_kind(layer_type_is("full_attention", every=5)),
     defaults={
-        "tie_word_embeddings": True, "num_key_value_heads": 2, "head_dim": 256, "attention_bias": False,
-        "intermediate_size": 16384, "num_hidden_layers": 35, "num_kv_shared_layers": 15, "laurel_rank": 64,
-        "altup_num_inputs": 4, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
+        "tie_word_embeddings": True, "num_key_value_heads": 2, "head_dim": 256, "intermediate_size": 16384,
+        "num_hidden_layers": 35, "num_kv_shared_layers": 15, "laurel_rank": 64, "altup_num_inputs": 4,
+        "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": 262144,
     },
     note="text only; AltUp's coefficients stay in place",
 )  # fmt: skip
@@ -234,7 +230,7 @@ MUSE = replace(
     model_types=("muse_glimmer_text",),
     layer_tensors=(*SANDWICH, *linear("self_attn.gate_proj", "|mixed|", "model"), *gated_ffn()),
     rotary=where_rope(muse_rope),
-    defaults={"tie_word_embeddings": False, "num_key_value_heads": 2, "head_dim": 128, "attention_bias": False},
+    defaults={"num_key_value_heads": 2, "head_dim": 128},
     unless={},
 )
 
@@ -244,8 +240,4 @@ VAULTGEMMA = replace(
     layer_tensors=(
         *rms_norm("input_layernorm"), *rms_norm("pre_feedforward_layernorm"), *attention(), *gated_ffn(),
     ),
-)  # fmt: skip
-
-ALL = (
-    GEMMA, GEMMA2, GEMMA3, GEMMA4, GEMMA4_UNIFIED, GEMMA3N, VAULTGEMMA,
 )  # fmt: skip

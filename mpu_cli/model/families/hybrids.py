@@ -16,7 +16,7 @@ from mpu_cli.model.families.parts import (
     after_num_dense,
     attention,
     both,
-    entry,
+    ends,
     every,
     experts,
     gated_ffn,
@@ -29,11 +29,11 @@ from mpu_cli.model.families.parts import (
     numbered_ffn,
     rms_norm,
     share_of_head,
-    stacks,
+    sparse_ffn,
     unless,
     where_rope,
 )
-from mpu_cli.model.family import Config, Fused, Rule, Sizes, Stack, Tensor
+from mpu_cli.model.family import Config, Fused, Rule, Sizes, Tensor
 
 # Layers of attention, whose output is gated, among layers of a gated delta net.
 is_attention, is_delta_net = layer_type_is("full_attention"), layer_type_is("linear_attention")
@@ -79,9 +79,9 @@ QWEN3_5 = replace(
     layer_tensors=(*INPUT_NORMS, *_ATTENTION3_5, *_DELTA_NET, *gated_ffn()),
     rotary=share_of_head("partial_rotary_factor"),
     defaults={
-        "tie_word_embeddings": False, "num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25,
-        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+        "num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
     },
     unless={"attention_bias": False},
     dead=("mtp.*",),
@@ -100,8 +100,6 @@ QWEN3_5_MOE = replace(
         *gated_ffn(name="mlp.shared_expert", prefix="s-"),
         Tensor("mlp.shared_expert_gate.weight", ("one", "model")),
     ),
-    experts=lambda *_: True,
-    stacks=stacks(),
     defaults={**QWEN3_5.defaults, "num_key_value_heads": 2},
 )  # fmt: skip
 
@@ -119,11 +117,9 @@ QWEN3_NEXT = replace(
             "linear_attn.in_proj_ba.weight",
             (Fused(("delta-head", "delta-head"), "delta-groups"), "model"), is_delta_net,
         ),
-        *gated_ffn(when=negate(is_sparse)), replace(ROUTER, when=is_sparse), *experts(is_sparse),
-        *gated_ffn(name="mlp.shared_expert", prefix="s-", when=is_sparse),
+        *sparse_ffn(is_sparse, (), shared="mlp.shared_expert"),
         Tensor("mlp.shared_expert_gate.weight", ("one", "model"), is_sparse),
     ),
-    experts=is_sparse,
     renamed=(),
 )  # fmt: skip
 
@@ -167,23 +163,16 @@ LFM2 = replace(
     LLAMA,
     model_types=("lfm2",),
     sizes={**_CONVOLUTION, "ffn": adjusted_ffn},
-    tensors=(
-        Tensor("model.embed_tokens.weight", ("vocab", "model")), *rms_norm("model.embedding_norm"),
-        Tensor("lm_head.weight", ("vocab", "model")),
-    ),
+    tensors=ends("model.embed_tokens", *rms_norm("model.embedding_norm")),
     layer_tensors=(
         *rms_norm("operator_norm"), *rms_norm("ffn_norm"), *numbered_ffn(), *short_convolution(is_convolution),
-        *linear("self_attn.q_proj", "query", "model", when=negate(is_convolution)),
-        *linear("self_attn.k_proj", "key", "model", when=negate(is_convolution)),
-        *linear("self_attn.v_proj", "value", "model", when=negate(is_convolution)),
-        *linear("self_attn.out_proj", "model", "mixed", when=negate(is_convolution)),
+        *attention(False, when=negate(is_convolution), out="out_proj"),
         Tensor("self_attn.q_layernorm.weight", ("|head|",), negate(is_convolution)),
         Tensor("self_attn.k_layernorm.weight", ("|head|",), negate(is_convolution)),
     ),
-    qk_norm="shared",
     defaults={
-        "tie_word_embeddings": True, "num_key_value_heads": 8, "conv_bias": False, "conv_L_cache": 3,
-        "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
+        "tie_word_embeddings": True, "num_key_value_heads": 8, "conv_L_cache": 3, "block_multiple_of": 256,
+        "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
     },
     unless={"tie_embedding": True},  # which transformers reads in place of tie_word_embeddings
     note="convolutions move like feed-forward layers",
@@ -202,11 +191,9 @@ LFM2_MOE = replace(
                trained=False),
         *experts(after_num_dense, ("w1", "w3", "w2"), "feed_forward", "feed_forward"),
     ),
-    experts=after_num_dense,
-    stacks=stacks(("w1", "w3", "w2"), "feed_forward", "feed_forward"),
     defaults={
-        "tie_word_embeddings": True, "num_key_value_heads": 8, "conv_bias": False, "conv_L_cache": 3,
-        "num_dense_layers": 2, "use_expert_bias": True, "num_experts": 32, "moe_intermediate_size": 1792,
+        "tie_word_embeddings": True, "num_key_value_heads": 8, "conv_L_cache": 3, "num_dense_layers": 2,
+        "use_expert_bias": True, "num_experts": 32, "moe_intermediate_size": 1792,
     },
 )  # fmt: skip
 
@@ -224,13 +211,11 @@ LFM3 = replace(
         *attention(when=negate(is_convolution3)),
         Tensor("self_attn.q_norm.weight", ("|head|",), negate(is_convolution3)),
         Tensor("self_attn.k_norm.weight", ("|head|",), negate(is_convolution3)),
-        Tensor("self_attn.gate_proj.weight", ("head", "model"), _GATE_OF_HEADS, "hub"),
-        Tensor("self_attn.g_proj.weight", ("head", "model"), _GATE_OF_HEADS, "memory"),
+        Tensor("self_attn.g_proj.weight", ("head", "model"), _GATE_OF_HEADS, ("self_attn.gate_proj.weight",)),
     ),
-    stacks=(Stack("self_attn.g_proj.weight", ("self_attn.gate_proj.weight",)),),
     defaults={
-        "tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 128, "attention_bias": False,
-        "conv_bias": False, "conv_L_cache": 7, "use_sandwich_norm": True, "use_attention_gate": True,
+        "tie_word_embeddings": True, "num_key_value_heads": 4, "head_dim": 128, "conv_L_cache": 7,
+        "use_sandwich_norm": True, "use_attention_gate": True,
     },
     unless={},
 )  # fmt: skip
@@ -268,7 +253,7 @@ _MAMBA: Sizes = mamba2_sizes(
 
 _MAMBA_DEFAULTS = {
     "mamba_n_heads": 128, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4, "mamba_expand": 2,
-    "mamba_conv_bias": True, "mamba_proj_bias": False,
+    "mamba_conv_bias": True,
 }  # fmt: skip
 
 
@@ -289,11 +274,7 @@ GRANITEMOEHYBRID = replace(
         Tensor("shared_mlp.output_linear.weight", ("model", "s-ffn")),
     ),
     rotary=where_rope(lambda config, _: config.get("position_embedding_type") == "rope"),
-    experts=entry("num_local_experts"),
-    defaults={
-        "tie_word_embeddings": False, "attention_bias": False, "num_local_experts": 8, "shared_intermediate_size": 1024,
-        **_MAMBA_DEFAULTS,
-    },
+    defaults={"num_local_experts": 8, "shared_intermediate_size": 1024, **_MAMBA_DEFAULTS},
     note="inside Mamba layers, order only",
 )  # fmt: skip
 
@@ -307,20 +288,14 @@ BAMBA = replace(
     LLAMA,
     model_types=("bamba",),
     sizes={**SIZES, **_MAMBA},
-    tensors=(
-        Tensor("model.embed_tokens.weight", ("vocab", "model")), *rms_norm("model.final_layernorm"),
-        Tensor("lm_head.weight", ("vocab", "model")),
-    ),
+    tensors=ends("model.embed_tokens", *rms_norm("model.final_layernorm")),
     layer_tensors=(
         *rms_norm("input_layernorm"), *rms_norm("pre_ff_layernorm"), *attention(when=is_listed),
         *mamba2("mamba", "mamba_proj_bias", "mamba_proj_bias", "mamba_conv_bias", negate(is_listed)),
         *gated_ffn("mlp_bias", "feed_forward"),
     ),
     rotary=share_of_head("partial_rotary_factor"),
-    defaults={
-        "tie_word_embeddings": False, "num_key_value_heads": 8, "attention_bias": False, "mlp_bias": False,
-        "partial_rotary_factor": 0.5, **_MAMBA_DEFAULTS,
-    },
+    defaults={"num_key_value_heads": 8, "partial_rotary_factor": 0.5, **_MAMBA_DEFAULTS},
     unless={},
     note="inside Mamba layers, order only",
 )  # fmt: skip
@@ -362,13 +337,10 @@ JAMBA = replace(
     ),
     planes=None,
     rotary=None,
-    experts=has_experts,
-    stacks=stacks(split="feed_forward", fused="feed_forward"),
     defaults={
-        "tie_word_embeddings": False, "num_key_value_heads": 8, "num_experts": 16, "expert_layer_period": 2,
-        "expert_layer_offset": 1, "attn_layer_period": 8, "attn_layer_offset": 4, "mamba_d_state": 16,
-        "mamba_d_conv": 4, "mamba_expand": 2, "mamba_dt_rank": "auto", "mamba_conv_bias": True,
-        "mamba_proj_bias": False,
+        "num_key_value_heads": 8, "num_experts": 16, "expert_layer_period": 2, "expert_layer_offset": 1,
+        "attn_layer_period": 8, "attn_layer_offset": 4, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_expand": 2,
+        "mamba_dt_rank": "auto", "mamba_conv_bias": True,
     },
 )  # fmt: skip
 
@@ -384,10 +356,7 @@ FALCON_H1 = replace(
         *gated_ffn("mlp_bias", "feed_forward"),
     ),
     rotary=None,
-    defaults={
-        "tie_word_embeddings": False, "num_key_value_heads": 8, "attention_bias": False, "mlp_bias": False,
-        "projectors_bias": False, "mamba_rms_norm": False, "mamba_d_ssm": 1024, **_MAMBA_DEFAULTS,
-    },
+    defaults={"num_key_value_heads": 8, "mamba_d_ssm": 1024, **_MAMBA_DEFAULTS},
     unless=LLAMA.unless,
     note="inside Mamba, order only",
 )  # fmt: skip
@@ -416,10 +385,8 @@ is_direct = both(is_moe, unless("moe_latent_size"))
 
 def ungated_experts(width: str, when: Rule) -> tuple[Tensor, ...]:
     return (
-        Tensor("mixer.experts.{e}.up_proj.weight", ("e-up", width), when, "split"),
-        Tensor("mixer.experts.{e}.down_proj.weight", (width, "e-ffn"), when, "split"),
-        Tensor("mixer.experts.up_proj", ("expert", "e-up", width), when, "fused"),
-        Tensor("mixer.experts.down_proj", ("expert", width, "e-ffn"), when, "fused"),
+        Tensor("mixer.experts.up_proj", ("expert", "e-up", width), when, ("mixer.experts.{e}.up_proj.weight",)),
+        Tensor("mixer.experts.down_proj", ("expert", width, "e-ffn"), when, ("mixer.experts.{e}.down_proj.weight",)),
     )
 
 
@@ -439,10 +406,7 @@ NEMOTRON_H = replace(
     },
     prefix="backbone.",
     layer="backbone.layers.{i}.",
-    tensors=(
-        Tensor("backbone.embeddings.weight", ("vocab", "model")), *rms_norm("backbone.norm_f"),
-        Tensor("lm_head.weight", ("vocab", "model")),
-    ),
+    tensors=ends("backbone.embeddings", *rms_norm("backbone.norm_f")),
     layer_tensors=(
         *rms_norm("norm"),
         *attention(False, name="mixer", when=nemotron_is("full_attention")),
@@ -459,25 +423,14 @@ NEMOTRON_H = replace(
     ),
     planes=None,
     gated=False,
-    experts=is_moe,
-    groups="n_group",
-    stacks=(
-        Stack("mixer.experts.up_proj", ("mixer.experts.{e}.up_proj.weight",)),
-        Stack("mixer.experts.down_proj", ("mixer.experts.{e}.down_proj.weight",)),
-    ),
     dead=("mtp.*", "backbone.mtp.*"),
     renamed=(("backbone.", "model."),),
     defaults={
-        "tie_word_embeddings": False, "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 21504,
-        "mlp_bias": False, "use_bias": False, "use_conv_bias": True, "hybrid_override_pattern": "ME*-",
-        "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4,
-        "n_routed_experts": 8, "moe_intermediate_size": 7688, "moe_shared_expert_intermediate_size": 7688,
+        "num_key_value_heads": 8, "head_dim": 128, "intermediate_size": 21504, "use_conv_bias": True,
+        "hybrid_override_pattern": "ME*-", "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8,
+        "ssm_state_size": 128, "conv_kernel": 4, "n_routed_experts": 8, "moe_intermediate_size": 7688,
+        "moe_shared_expert_intermediate_size": 7688,
     },
     unless={},
     note="inside Mamba layers, order only",
-)  # fmt: skip
-
-ALL = (
-    QWEN3_5, QWEN3_5_MOE, LFM2, LFM2_MOE, LFM3, GRANITEMOEHYBRID, QWEN3_NEXT, NEMOTRON_H, FALCON_H1, BAMBA,
-    JAMBA,
 )  # fmt: skip

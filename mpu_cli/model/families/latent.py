@@ -16,8 +16,8 @@ from mpu_cli.model.families.parts import (
     is_listed_or_after_first,
     linear,
     negate,
+    shared_width,
     sparse_ffn,
-    stacks,
 )
 from mpu_cli.model.family import Config, Rule, Sizes, Tensor
 
@@ -62,7 +62,7 @@ YOUTU = replace(
     layer_tensors=(*INPUT_NORMS, *_MLA, *gated_ffn()),
     planes=None,
     latent=planes_by_config,
-    defaults={"tie_word_embeddings": True, "attention_bias": False},
+    defaults={"tie_word_embeddings": True},
     unless={"pad_token_id": None},  # transformers zeroes that row of the embedding whenever it loads the model
     note="latents keep order and signs; without `pad_token_id`",
 )
@@ -87,7 +87,7 @@ MINICPM3 = replace(
     },
     latent="halves",
     layer_tensors=(*INPUT_NORMS, *_MLA, *gated_ffn("mlp_bias")),
-    defaults={"tie_word_embeddings": True, "attention_bias": False, "mlp_bias": False, "scale_depth": 1.4},
+    defaults={"tie_word_embeddings": True, "scale_depth": 1.4},
     unless={},
     note="latents keep order and signs",
 )
@@ -95,7 +95,7 @@ MINICPM3 = replace(
 _MLA_MIXTURE: Sizes = {
     **_MLA_SIZES,
     "experts": ("n_routed_experts", "num_local_experts", "num_experts"), "expert_ffn": "moe_intermediate_size",
-    "shared_ffn": lambda config, _: config["moe_intermediate_size"] * (config.get("n_shared_experts") or 1),
+    "shared_ffn": shared_width("n_shared_experts"),
 }  # fmt: skip
 
 DEEPSEEK_V3 = replace(
@@ -103,11 +103,8 @@ DEEPSEEK_V3 = replace(
     model_types=("deepseek_v3",),
     sizes=_MLA_MIXTURE,
     layer_tensors=(*INPUT_NORMS, *_MLA, *sparse_ffn(after_dense)),
-    experts=after_dense,
-    groups="n_group",
-    stacks=stacks(),
     dead=(*GLM4_MOE.dead, "*layers.61.*"),
-    defaults={"tie_word_embeddings": False, "attention_bias": False, "first_k_dense_replace": 3, "n_group": 8},
+    defaults={"first_k_dense_replace": 3, "n_group": 8},
     unless={},
     note="latents keep order and signs",
 )
@@ -118,16 +115,15 @@ DEEPSEEK_V2 = replace(
     layer_tensors=(*INPUT_NORMS, *_MLA, *sparse_ffn(after_dense, (), "mlp_bias")),
     dead=(),
     latent="neighbours",
-    defaults={"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "n_shared_experts": 2},
+    defaults={"n_shared_experts": 2},
 )
 
 GLM4_MOE_LITE = replace(
     DEEPSEEK_V3,
     model_types=("glm4_moe_lite",),
     layer_tensors=(*INPUT_NORMS, *_MLA, *sparse_ffn(is_listed_or_after_first)),
-    experts=is_listed_or_after_first,
     dead=(*GLM4_MOE.dead, "*layers.47.*"),
-    defaults={"tie_word_embeddings": False, "attention_bias": False},
+    defaults={},
 )
 
 
@@ -159,7 +155,6 @@ DEEPSEEK_V32 = replace(
         "index_query": lambda config, _: config["index_n_heads"] * config["index_head_dim"],
     },
     layer_tensors=(*INPUT_NORMS, *_MLA, *indexer(), *sparse_ffn(is_listed_or_after_dense)),
-    experts=is_listed_or_after_dense,
 )  # fmt: skip
 
 GLM_MOE_DSA = replace(
@@ -174,14 +169,7 @@ GLM_MOE_DSA = replace(
 MISTRAL4 = replace(
     DEEPSEEK_V3,
     model_types=("mistral4",),
-    layer_tensors=tuple(
-        replace(tensor, layout=None) for tensor in DEEPSEEK_V2.layer_tensors if tensor.layout != "split"
-    ),
-    stacks=(),
+    layer_tensors=tuple(replace(tensor, parts=()) for tensor in DEEPSEEK_V2.layer_tensors),
     dead=(),
-    defaults={"tie_word_embeddings": False, "attention_bias": False},
+    defaults={},
 )
-
-ALL = (
-    DEEPSEEK_V2, DEEPSEEK_V3, DEEPSEEK_V32, GLM4_MOE_LITE, GLM_MOE_DSA, MINICPM3, YOUTU,
-)  # fmt: skip

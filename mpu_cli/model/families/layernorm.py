@@ -9,34 +9,34 @@ from mpu_cli.model.families.llama import LLAMA
 from mpu_cli.model.families.parts import (
     attention,
     either,
+    ends,
     entry,
     gated_ffn,
     layer_norm,
     layer_type_is,
     linear,
     negate,
+    plain_ffn,
     rms_norm,
     share_of_head,
     unless,
     where_rope,
 )
-from mpu_cli.model.family import Config, Family, Fused, Sizes, Tensor
+from mpu_cli.model.family import Axis, Config, Family, Fused, Sizes, Tensor
 
-_NORMED = tuple(t for t in LLAMA.tensors if "norm" not in t.name)
+LAYER_NORMS = (*layer_norm("input_layernorm"), *layer_norm("post_attention_layernorm"))
 
 STABLELM = replace(
     LLAMA,
     model_types=("stablelm",),
-    tensors=(*_NORMED[:1], *layer_norm("model.norm"), *_NORMED[1:]),
+    tensors=ends("model.embed_tokens", *layer_norm("model.norm")),
     layer_tensors=(
         *layer_norm("input_layernorm"), *attention("use_qkv_bias", False), *gated_ffn(),
         *layer_norm("post_attention_layernorm", unless("use_parallel_residual")),
     ),
     rotary=share_of_head("partial_rotary_factor"),
     rms_norm=False,
-    defaults={
-        "tie_word_embeddings": False, "use_qkv_bias": False, "partial_rotary_factor": 0.25, "num_key_value_heads": 32,
-    },
+    defaults={"partial_rotary_factor": 0.25, "num_key_value_heads": 32},
     unless={"qk_layernorm": False},
     note="without `qk_layernorm`",
 )  # fmt: skip
@@ -45,11 +45,9 @@ STARCODER2 = replace(
     STABLELM,
     model_types=("starcoder2",),
     layer_tensors=(
-        *layer_norm("input_layernorm"), *layer_norm("post_attention_layernorm"), *attention("use_bias"),
-        *linear("mlp.c_fc", "ffn", "model", bias="use_bias"), *linear("mlp.c_proj", "model", "ffn", bias="use_bias"),
+        *LAYER_NORMS, *attention("use_bias"), *plain_ffn("mlp.c_fc", "mlp.c_proj", "use_bias"),
     ),
     rotary=None,
-    gated=False,
     defaults={"tie_word_embeddings": True, "use_bias": True, "num_key_value_heads": 2},
     unless={},
     note="",
@@ -58,13 +56,9 @@ STARCODER2 = replace(
 JAIS2 = replace(
     STARCODER2,
     model_types=("jais2",),
-    layer_tensors=(
-        *layer_norm("input_layernorm"), *layer_norm("post_attention_layernorm"), *attention(),
-        *linear("mlp.up_proj", "ffn", "model", bias="mlp_bias"),
-        *linear("mlp.down_proj", "model", "ffn", bias="mlp_bias"),
-    ),
-    defaults={"tie_word_embeddings": False, "attention_bias": True, "mlp_bias": True},
-)  # fmt: skip
+    layer_tensors=(*LAYER_NORMS, *attention(), *plain_ffn(bias="mlp_bias")),
+    defaults={"attention_bias": True, "mlp_bias": True},
+)
 
 COHERE = replace(
     LLAMA,
@@ -84,21 +78,11 @@ COHERE2 = replace(
 PHI = replace(
     STABLELM,
     model_types=("phi",),
-    tensors=(
-        Tensor("model.embed_tokens.weight", ("vocab", "model")), *layer_norm("model.final_layernorm"),
-        Tensor("lm_head.weight", ("vocab", "model")), Tensor("lm_head.bias", ("vocab",)),
-    ),
+    tensors=ends("model.embed_tokens", *layer_norm("model.final_layernorm"), bias=True),
     layer_tensors=(
-        *layer_norm("input_layernorm"),
-        *linear("self_attn.q_proj", "query", "model", bias=True),
-        *linear("self_attn.k_proj", "key", "model", bias=True),
-        *linear("self_attn.v_proj", "value", "model", bias=True),
-        *linear("self_attn.dense", "model", "mixed", bias=True),
-        *linear("mlp.fc1", "ffn", "model", bias=True),
-        *linear("mlp.fc2", "model", "ffn", bias=True),
+        *layer_norm("input_layernorm"), *attention(True, out="dense"), *plain_ffn("mlp.fc1", "mlp.fc2", True),
     ),
-    gated=False,
-    defaults={"tie_word_embeddings": False, "partial_rotary_factor": 0.5},
+    defaults={"partial_rotary_factor": 0.5},
     unless={"qk_layernorm": False},
 )  # fmt: skip
 
@@ -112,26 +96,26 @@ GPT_NEOX = Family(
     sizes=_NEOX,
     prefix="gpt_neox.",
     layer="gpt_neox.layers.{i}.",
-    tensors=(
-        Tensor("gpt_neox.embed_in.weight", ("vocab", "model")), *layer_norm("gpt_neox.final_layer_norm"),
-        Tensor("embed_out.weight", ("vocab", "model")),
-    ),
+    tensors=ends("gpt_neox.embed_in", *layer_norm("gpt_neox.final_layer_norm"), head="embed_out"),
     layer_tensors=(
-        *layer_norm("input_layernorm"), *layer_norm("post_attention_layernorm"),
+        *LAYER_NORMS,
         *linear("attention.query_key_value", Fused(("query", "key", "value"), "heads"), "model", bias="attention_bias"),
         *linear("attention.dense", "model", "mixed", bias="attention_bias"),
-        *linear("mlp.dense_h_to_4h", "ffn", "model", bias=True),
-        *linear("mlp.dense_4h_to_h", "model", "ffn", bias=True),
+        *plain_ffn("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", True),
     ),
     rotary=share_of_head("rotary_pct", "partial_rotary_factor"),
-    gated=False,
     rms_norm=False,
     heads=("embed_out.weight", "lm_head.weight"),
-    defaults={"tie_word_embeddings": False, "attention_bias": True, "partial_rotary_factor": 0.25},
+    defaults={"attention_bias": True, "partial_rotary_factor": 0.25},
     buffers=("attention.bias", "attention.masked_bias", "rotary_emb.inv_freq"),
 )  # fmt: skip
 
-# Conv1D stores a weight as (inputs, outputs), the transpose of a linear layer's.
+
+def conv1d(name: str, outputs: Axis, inputs: Axis) -> tuple[Tensor, ...]:
+    """Conv1D stores a weight as (inputs, outputs), the transpose of a linear layer's."""
+    return Tensor(f"{name}.weight", (inputs, outputs)), Tensor(f"{name}.bias", (outputs,))
+
+
 GPT2 = Family(
     model_types=("gpt2",),
     sizes={
@@ -143,26 +127,14 @@ GPT2 = Family(
     tensors=(
         Tensor("transformer.wte.weight", ("vocab", "model")),
         Tensor("transformer.wpe.weight", ("position", "model")),
-        Tensor("transformer.ln_f.weight", ("model",)),
-        Tensor("transformer.ln_f.bias", ("model",)),
-        Tensor("lm_head.weight", ("vocab", "model")),
+        *layer_norm("transformer.ln_f"), Tensor("lm_head.weight", ("vocab", "model")),
     ),
     layer_tensors=(
-        Tensor("ln_1.weight", ("model",)),
-        Tensor("ln_1.bias", ("model",)),
-        Tensor("attn.c_attn.weight", ("model", ("query", "key", "value"))),
-        Tensor("attn.c_attn.bias", (("query", "key", "value"),)),
-        Tensor("attn.c_proj.weight", ("mixed", "model")),
-        Tensor("attn.c_proj.bias", ("model",)),
-        Tensor("ln_2.weight", ("model",)),
-        Tensor("ln_2.bias", ("model",)),
-        Tensor("mlp.c_fc.weight", ("model", "ffn")),
-        Tensor("mlp.c_fc.bias", ("ffn",)),
-        Tensor("mlp.c_proj.weight", ("ffn", "model")),
-        Tensor("mlp.c_proj.bias", ("model",)),
+        *layer_norm("ln_1"), *layer_norm("ln_2"),
+        *conv1d("attn.c_attn", ("query", "key", "value"), "model"), *conv1d("attn.c_proj", "model", "mixed"),
+        *conv1d("mlp.c_fc", "ffn", "model"), *conv1d("mlp.c_proj", "model", "ffn"),
     ),
     planes=None,
-    gated=False,
     rms_norm=False,
     defaults={"tie_word_embeddings": True},
     unless={"add_cross_attention": False},
@@ -179,7 +151,7 @@ GPT_BIGCODE = replace(
     layer_tensors=(
         *layer_norm("ln_1"), *layer_norm("ln_2"),
         *linear("attn.c_attn", _FUSED, "model", bias=True), *linear("attn.c_proj", "model", "mixed", bias=True),
-        *linear("mlp.c_fc", "ffn", "model", bias=True), *linear("mlp.c_proj", "model", "ffn", bias=True),
+        *plain_ffn("mlp.c_fc", "mlp.c_proj", True),
     ),
     defaults={"tie_word_embeddings": True, "multi_query": True},
     transposed=False,
@@ -194,11 +166,8 @@ GPT_NEO = replace(
         "position": "max_position_embeddings",
     },
     layer_tensors=(
-        *layer_norm("ln_1"), *layer_norm("ln_2"),
-        *linear("attn.attention.q_proj", "query", "model"), *linear("attn.attention.k_proj", "key", "model"),
-        *linear("attn.attention.v_proj", "value", "model"),
-        *linear("attn.attention.out_proj", "model", "mixed", bias=True),
-        *linear("mlp.c_fc", "ffn", "model", bias=True), *linear("mlp.c_proj", "model", "ffn", bias=True),
+        *layer_norm("ln_1"), *layer_norm("ln_2"), *attention(False, True, "attn.attention", out="out_proj"),
+        *plain_ffn("mlp.c_fc", "mlp.c_proj", True),
     ),
     unless={},
     buffers=("attn.attention.bias", "attn.attention.masked_bias"),
@@ -209,19 +178,14 @@ GPTJ = replace(
     GPT2,
     model_types=("gptj",),
     sizes={key: value for key, value in GPT2.sizes.items() if key != "position"},
-    tensors=(
-        Tensor("transformer.wte.weight", ("vocab", "model")), *layer_norm("transformer.ln_f"),
-        Tensor("lm_head.weight", ("vocab", "model")), Tensor("lm_head.bias", ("vocab",)),
-    ),
+    tensors=ends("transformer.wte", *layer_norm("transformer.ln_f"), bias=True),
     layer_tensors=(
-        *layer_norm("ln_1"),
-        *linear("attn.q_proj", "query", "model"), *linear("attn.k_proj", "key", "model"),
-        *linear("attn.v_proj", "value", "model"), *linear("attn.out_proj", "model", "mixed"),
-        *linear("mlp.fc_in", "ffn", "model", bias=True), *linear("mlp.fc_out", "model", "ffn", bias=True),
+        *layer_norm("ln_1"), *attention(False, name="attn", out="out_proj"),
+        *plain_ffn("mlp.fc_in", "mlp.fc_out", True),
     ),
     planes="neighbours",
     rotary=entry("rotary_dim", "head_dim"),
-    defaults={"tie_word_embeddings": False, "rotary_dim": 64},
+    defaults={"rotary_dim": 64},
     unless={},
     buffers=("attn.bias", "attn.masked_bias", "attn.embed_positions", "attn.causal_mask"),
     transposed=False,
@@ -234,8 +198,7 @@ CODEGEN = replace(
         *layer_norm("ln_1"),
         # four blocks, of which each holds queries, values and keys of a quarter of the heads
         Tensor("attn.qkv_proj.weight", (Fused(("query", "value", "key"), 4), "model")),
-        *linear("attn.out_proj", "model", "mixed"),
-        *linear("mlp.fc_in", "ffn", "model", bias=True), *linear("mlp.fc_out", "model", "ffn", bias=True),
+        *linear("attn.out_proj", "model", "mixed"), *plain_ffn("mlp.fc_in", "mlp.fc_out", True),
     ),
 )  # fmt: skip
 
@@ -272,14 +235,9 @@ OPT = Family(
     ),
     layer_tensors=(
         *layer_norm("self_attn_layer_norm"), *layer_norm("final_layer_norm"),
-        *linear("self_attn.q_proj", "query", "model", bias="enable_bias"),
-        *linear("self_attn.k_proj", "key", "model", bias="enable_bias"),
-        *linear("self_attn.v_proj", "value", "model", bias="enable_bias"),
-        *linear("self_attn.out_proj", "model", "mixed", bias="enable_bias"),
-        *linear("fc1", "ffn", "model", bias="enable_bias"), *linear("fc2", "model", "ffn", bias="enable_bias"),
+        *attention("enable_bias", out="out_proj"), *plain_ffn("fc1", "fc2", "enable_bias"),
     ),
     planes=None,
-    gated=False,
     rms_norm=False,
     defaults={"tie_word_embeddings": True, "enable_bias": True, "do_layer_norm_before": True},
     unless={"layer_norm_elementwise_affine": True},
@@ -296,21 +254,17 @@ BLOOM = Family(
     },
     prefix="transformer.",
     layer="transformer.h.{i}.",
-    tensors=(
-        Tensor("transformer.word_embeddings.weight", ("vocab", "model")),
+    tensors=ends(
+        "transformer.word_embeddings",
         *layer_norm("transformer.word_embeddings_layernorm"), *layer_norm("transformer.ln_f"),
-        Tensor("lm_head.weight", ("vocab", "model")),
     ),
     layer_tensors=(
-        *layer_norm("input_layernorm"), *layer_norm("post_attention_layernorm"),
-        *linear("self_attention.query_key_value", _FUSED, "model", bias=True),
+        *LAYER_NORMS, *linear("self_attention.query_key_value", _FUSED, "model", bias=True),
         *linear("self_attention.dense", "model", "mixed", bias=True),
-        *linear("mlp.dense_h_to_4h", "ffn", "model", bias=True),
-        *linear("mlp.dense_4h_to_h", "model", "ffn", bias=True),
+        *plain_ffn("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", True),
     ),
     planes=None,
     movable_heads=False,  # under ALiBi, a head's slope depends on its number
-    gated=False,
     rms_norm=False,
     defaults={"tie_word_embeddings": True},
 )  # fmt: skip
@@ -318,7 +272,7 @@ BLOOM = Family(
 
 def has_two_norms(config: Config, _: int) -> bool:
     """Whether a layer of Falcon has a norm each for attention and FFN, which run in parallel."""
-    return bool(config["new_decoder_architecture"]) and config.get("num_ln_in_parallel_attn") != 1
+    return bool(config.get("new_decoder_architecture")) and config.get("num_ln_in_parallel_attn") != 1
 
 
 is_parallel = either(entry("new_decoder_architecture"), entry("parallel_attn"))  # attention and FFN
@@ -331,31 +285,24 @@ FALCON = replace(
         "layers": ("num_hidden_layers", "n_layer"),
         "heads": ("num_attention_heads", "n_head"),
         "kv_heads": lambda config, _: (
-            (config.get("num_kv_heads") or config["num_attention_heads"]) if config["new_decoder_architecture"]
+            (config.get("num_kv_heads") or config["num_attention_heads"]) if config.get("new_decoder_architecture")
             else 1 if config["multi_query"] else config["num_attention_heads"]
         ),
         "ffn": lambda config, _: config.get("ffn_hidden_size") or 4 * config["hidden_size"],
     },
-    tensors=(
-        Tensor("transformer.word_embeddings.weight", ("vocab", "model")), *layer_norm("transformer.ln_f"),
-        Tensor("lm_head.weight", ("vocab", "model")),
-    ),
+    tensors=ends("transformer.word_embeddings", *layer_norm("transformer.ln_f")),
     layer_tensors=(
         *layer_norm("ln_attn", has_two_norms), *layer_norm("ln_mlp", has_two_norms),
         *layer_norm("input_layernorm", negate(has_two_norms)),
         *layer_norm("post_attention_layernorm", negate(is_parallel)),
         *linear("self_attention.query_key_value", _FUSED, "model", bias="bias"),
         *linear("self_attention.dense", "model", "mixed", bias="bias"),
-        *linear("mlp.dense_h_to_4h", "ffn", "model", bias="bias"),
-        *linear("mlp.dense_4h_to_h", "model", "ffn", bias="bias"),
+        *plain_ffn("mlp.dense_h_to_4h", "mlp.dense_4h_to_h", "bias"),
     ),
     planes="halves",
     rotary=where_rope(unless("alibi")),
     movable_heads=unless("alibi"),
-    defaults={
-        "tie_word_embeddings": True, "new_decoder_architecture": False, "multi_query": True, "parallel_attn": True,
-        "bias": False, "alibi": False,
-    },
+    defaults={"tie_word_embeddings": True, "multi_query": True, "parallel_attn": True},
     buffers=("rotary_emb.inv_freq",),
 )  # fmt: skip
 
@@ -363,18 +310,11 @@ FALCON = replace(
 NEMOTRON = replace(
     STABLELM,
     model_types=("nemotron",),
-    layer_tensors=(
-        *layer_norm("input_layernorm"), *layer_norm("post_attention_layernorm"), *attention(),
-        *linear("mlp.up_proj", "ffn", "model", bias="mlp_bias"),
-        *linear("mlp.down_proj", "model", "ffn", bias="mlp_bias"),
-    ),
-    gated=False,
-    defaults={
-        "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 0.5,
-    },
+    layer_tensors=(*LAYER_NORMS, *attention(), *plain_ffn(bias="mlp_bias")),
+    defaults={"partial_rotary_factor": 0.5},
     unless={},
     note="",
-)  # fmt: skip
+)
 
 BIOGPT = replace(
     OPT,
@@ -410,19 +350,11 @@ MPT = replace(
         "kv_heads": heads_without_clipping,
     },
     layer="transformer.blocks.{i}.",
-    tensors=(
-        Tensor("transformer.wte.weight", ("vocab", "model")), *rms_norm("transformer.norm_f"),
-        Tensor("lm_head.weight", ("vocab", "model")),
-    ),
+    tensors=ends("transformer.wte", *rms_norm("transformer.norm_f")),
     layer_tensors=(
         *rms_norm("norm_1"), *rms_norm("norm_2"),  # layer norms without a bias
         *linear("attn.Wqkv", ("query", "key", "value"), "model"), *linear("attn.out_proj", "model", "mixed"),
-        *linear("ffn.up_proj", "ffn", "model"), *linear("ffn.down_proj", "model", "ffn"),
+        *plain_ffn("ffn.up_proj", "ffn.down_proj"),
     ),
     note="without `clip_qkv`",
-)  # fmt: skip
-
-ALL = (
-    PHI, GPT_NEOX, STABLELM, STARCODER2, COHERE, COHERE2, JAIS2, FALCON, BLOOM, OPT, GPT2, GPT_NEO, GPTJ,
-    CODEGEN, GPT_BIGCODE, NEMOTRON, BIOGPT, MPT,
 )  # fmt: skip

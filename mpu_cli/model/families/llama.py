@@ -13,12 +13,13 @@ from mpu_cli.model.families.parts import (
     WHOLE_NORM,
     attention,
     either,
+    ends,
     entry,
     gated_ffn,
     layer_type_is,
-    linear,
     list_entry,
     listed_or_every,
+    plain_ffn,
     rms_norm,
     share_of_head,
     unless,
@@ -31,26 +32,17 @@ LLAMA = Family(
     sizes=SIZES,
     prefix="model.",
     layer="model.layers.{i}.",
-    tensors=(
-        Tensor("model.embed_tokens.weight", ("vocab", "model")),
-        Tensor("model.norm.weight", ("|model|",)),
-        Tensor("lm_head.weight", ("vocab", "model")),
-    ),
-    layer_tensors=(
-        *rms_norm("input_layernorm"), *attention(), *rms_norm("post_attention_layernorm"), *gated_ffn("mlp_bias"),
-    ),
-    defaults={"tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False},
+    tensors=ends("model.embed_tokens", *rms_norm("model.norm")),
+    layer_tensors=(*INPUT_NORMS, *attention(), *gated_ffn("mlp_bias")),
     unless={"partial_rotary_factor": 1.0},
     buffers=("rotary_emb.inv_freq",),
-)  # fmt: skip
-
-_PLAIN = (*rms_norm("input_layernorm"), *attention(False), *rms_norm("post_attention_layernorm"), *gated_ffn())
+)
 
 MISTRAL = replace(
     LLAMA,
     model_types=("mistral", "ministral", "ministral3"),
-    layer_tensors=_PLAIN,
-    defaults={"tie_word_embeddings": False, "num_key_value_heads": 8},
+    layer_tensors=(*INPUT_NORMS, *attention(False), *gated_ffn()),
+    defaults={"num_key_value_heads": 8},
 )
 
 # Its multipliers scale the residual stream, scores and logits by constants, which every symmetry passes through.
@@ -59,44 +51,29 @@ GRANITE = replace(LLAMA, model_types=("granite",), note="as Llama; its multiplie
 QWEN2 = replace(
     LLAMA,
     model_types=("qwen2",),
-    layer_tensors=(
-        *rms_norm("input_layernorm"), *attention(True, False), *rms_norm("post_attention_layernorm"), *gated_ffn(),
-    ),
-    defaults={"tie_word_embeddings": False, "num_key_value_heads": 32},
-)  # fmt: skip
+    layer_tensors=(*INPUT_NORMS, *attention(True, False), *gated_ffn()),
+    defaults={"num_key_value_heads": 32},
+)
 
 QWEN3 = replace(
     LLAMA,
     model_types=("qwen3",),
-    layer_tensors=(
-        *rms_norm("input_layernorm"),
-        *attention(),
-        *SHARED_NORM,
-        *rms_norm("post_attention_layernorm"),
-        *gated_ffn(),
-    ),
-    qk_norm="shared",
-    defaults={"tie_word_embeddings": False, "num_key_value_heads": 32, "head_dim": 128},
+    layer_tensors=(*INPUT_NORMS, *attention(), *SHARED_NORM, *gated_ffn()),
+    defaults={"num_key_value_heads": 32, "head_dim": 128},
     unless={},
 )
 
 SEED_OSS = replace(
     LLAMA,
     model_types=("seed_oss",),
-    layer_tensors=(
-        *rms_norm("input_layernorm"), *attention("attention_bias", "attention_out_bias"),
-        *rms_norm("post_attention_layernorm"), *gated_ffn("mlp_bias"),
-    ),
-    defaults={
-        "tie_word_embeddings": False, "attention_bias": True, "attention_out_bias": False, "mlp_bias": False,
-        "num_key_value_heads": 8, "head_dim": 128,
-    },
-)  # fmt: skip
+    layer_tensors=(*INPUT_NORMS, *attention("attention_bias", "attention_out_bias"), *gated_ffn("mlp_bias")),
+    defaults={"attention_bias": True, "num_key_value_heads": 8, "head_dim": 128},
+)
 
 IQUESTCODER = replace(
     LLAMA,
     model_types=("iquestcoder",),
-    defaults={**LLAMA.defaults, "num_key_value_heads": 8, "head_dim": 128},
+    defaults={"num_key_value_heads": 8, "head_dim": 128},
     unless={**LLAMA.unless, "clip_qkv": None},
     note="without `clip_qkv`",
 )
@@ -104,13 +81,10 @@ IQUESTCODER = replace(
 ERNIE4_5 = replace(
     LLAMA,
     model_types=("ernie4_5",),
-    layer_tensors=(
-        *rms_norm("input_layernorm"), *attention("use_bias"), *rms_norm("post_attention_layernorm"),
-        *gated_ffn("use_bias"),
-    ),
+    layer_tensors=(*INPUT_NORMS, *attention("use_bias"), *gated_ffn("use_bias")),
     planes="neighbours",
-    defaults={"tie_word_embeddings": True, "use_bias": False, "num_key_value_heads": 2, "head_dim": 128},
-)  # fmt: skip
+    defaults={"tie_word_embeddings": True, "num_key_value_heads": 2, "head_dim": 128},
+)
 
 # A sink for each head, as in gpt-oss; a layer whose base frequency is 0 has no RoPE.
 GRANITE_SWA = replace(
@@ -118,14 +92,14 @@ GRANITE_SWA = replace(
     model_types=("granite_swa",),
     layer_tensors=(*GRANITE.layer_tensors, Tensor("self_attn.sinks", ("head",))),
     rotary=where_rope(list_entry("layer_rope_theta")),
-    defaults={**GRANITE.defaults, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    defaults={"tie_word_embeddings": True, "num_key_value_heads": 4},
 )
 
 HUNYUAN = replace(
     QWEN3,
     model_types=("hunyuan_v1_dense",),
     layer_tensors=(*INPUT_NORMS, *attention(), *NORM_AFTER_ROPE, *gated_ffn()),
-    defaults={"tie_word_embeddings": False, "attention_bias": False},
+    defaults={},
 )
 
 
@@ -140,11 +114,10 @@ APERTUS = replace(
     sizes={**SIZES, "one": 1},
     layer_tensors=(
         *rms_norm("attention_layernorm"), *rms_norm("feedforward_layernorm"), *attention(), *SHARED_NORM,
-        *linear("mlp.up_proj", "ffn", "model"), *linear("mlp.down_proj", "model", "ffn"),
+        *plain_ffn(),
         Tensor("mlp.act_fn.alpha_p", ("one",), is_xielu), Tensor("mlp.act_fn.alpha_n", ("one",), is_xielu),
     ),
-    gated=False,
-    defaults={"tie_word_embeddings": False, "attention_bias": False, "hidden_act": "xielu"},
+    defaults={"hidden_act": "xielu"},
     buffers=("rotary_emb.inv_freq", "act_fn.beta", "act_fn.eps"),
 )  # fmt: skip
 
@@ -159,18 +132,15 @@ OLMO2 = replace(
     LLAMA,
     model_types=("olmo2", "olmo3"),
     layer_tensors=(*attention(), *WHOLE_NORM, *OUTPUT_NORMS, *gated_ffn()),
-    qk_norm="whole",
     unless={},
-    defaults={"tie_word_embeddings": False},
 )
 
 EXAONE4 = replace(
     LLAMA,
     model_types=("exaone4",),
     layer_tensors=(*attention(False), *SHARED_NORM, *OUTPUT_NORMS, *gated_ffn()),
-    qk_norm="shared",
     rotary=where_rope(either(unless("sliding_window"), layer_type_is("sliding_attention"))),
-    defaults={"tie_word_embeddings": False, "num_key_value_heads": 32},
+    defaults={"num_key_value_heads": 32},
     unless={},
 )
 
@@ -197,7 +167,7 @@ PHI3 = replace(
     ),
     rotary=share_of_head("partial_rotary_factor"),
     unless={},
-    defaults={"tie_word_embeddings": False, "partial_rotary_factor": 1.0},
+    defaults={"partial_rotary_factor": 1.0},
     note="fused projections",
 )
 
@@ -213,36 +183,26 @@ GLM = replace(
     planes="neighbours",
     rotary=share_of_head("partial_rotary_factor"),
     unless={},
-    defaults={
-        "tie_word_embeddings": False, "attention_bias": True, "partial_rotary_factor": 0.5, "head_dim": 128,
-        "num_key_value_heads": 2,
-    },
-)  # fmt: skip
+    defaults={"attention_bias": True, "partial_rotary_factor": 0.5, "head_dim": 128, "num_key_value_heads": 2},
+)
 
 GLM4 = replace(
     GLM,
     model_types=("glm4",),
-    layer_tensors=(
-        *GLM.layer_tensors, *rms_norm("post_self_attn_layernorm"), *rms_norm("post_mlp_layernorm"),
-    ),
-)  # fmt: skip
+    layer_tensors=(*GLM.layer_tensors, *rms_norm("post_self_attn_layernorm"), *rms_norm("post_mlp_layernorm")),
+)
 
 ARCEE = replace(
     LLAMA,
     model_types=("arcee",),
-    layer_tensors=(
-        *INPUT_NORMS, *attention(),
-        *linear("mlp.up_proj", "ffn", "model", bias="mlp_bias"),
-        *linear("mlp.down_proj", "model", "ffn", bias="mlp_bias"),
-    ),
-    gated=False,
-)  # fmt: skip
+    layer_tensors=(*INPUT_NORMS, *attention(), *plain_ffn(bias="mlp_bias")),
+)
 
 CWM = replace(
     LLAMA,
     model_types=("cwm",),
     layer_tensors=(*INPUT_NORMS, *attention(False), *gated_ffn("mlp_bias")),
-    defaults={"tie_word_embeddings": False, "mlp_bias": False, "num_key_value_heads": 8, "head_dim": 128},
+    defaults={"num_key_value_heads": 8, "head_dim": 128},
 )
 
 HELIUM = replace(
@@ -250,7 +210,7 @@ HELIUM = replace(
     model_types=("helium",),
     layer_tensors=(*INPUT_NORMS, *attention("attention_bias", False), *gated_ffn("mlp_bias")),
     planes="neighbours",
-    defaults={**LLAMA.defaults, "num_key_value_heads": 20, "head_dim": 128},
+    defaults={"num_key_value_heads": 20, "head_dim": 128},
 )
 
 # No norm has a weight, and queries and keys are normed after RoPE, which every angle passes.
@@ -258,21 +218,17 @@ NANOCHAT = replace(
     LLAMA,
     model_types=("nanochat",),
     tensors=tuple(t for t in LLAMA.tensors if "norm" not in t.name),
-    layer_tensors=(*attention(), *linear("mlp.fc1", "ffn", "model"), *linear("mlp.fc2", "model", "ffn")),
-    gated=False,
-    defaults={"tie_word_embeddings": False, "attention_bias": False},
+    layer_tensors=(*attention(), *plain_ffn("mlp.fc1", "mlp.fc2")),
 )
 
 INTERNLM3 = replace(
     LLAMA,
     model_types=("internlm3",),
     layer_tensors=(
-        *INPUT_NORMS,
-        *attention(entry("attention_bias", "qkv_bias")),
-        *gated_ffn(entry("mlp_bias", "bias")),
+        *INPUT_NORMS, *attention(entry("attention_bias", "qkv_bias")), *gated_ffn(entry("mlp_bias", "bias")),
     ),
-    defaults={"tie_word_embeddings": False, "num_key_value_heads": 2, "head_dim": 128},
-)
+    defaults={"num_key_value_heads": 2, "head_dim": 128},
+)  # fmt: skip
 
 # Norms within attention and FFN: the first leaves values order and signs, the second has no signs, like "gate".
 BITNET = replace(
@@ -282,11 +238,6 @@ BITNET = replace(
         *INPUT_NORMS, *attention(), *gated_ffn(),
         Tensor("self_attn.attn_sub_norm.weight", ("|mixed|",)), Tensor("mlp.ffn_sub_norm.weight", ("gate",)),
     ),
-    defaults={"tie_word_embeddings": False, "attention_bias": False, "num_key_value_heads": 5},
+    defaults={"num_key_value_heads": 5},
     note="weights that are not quantised, also not while loading",
-)  # fmt: skip
-
-ALL = (
-    LLAMA, MISTRAL, QWEN2, QWEN3, GRANITE, GRANITE_SWA, SMOLLM3, PHI3, OLMO, OLMO2, GLM, GLM4, EXAONE4,
-    SEED_OSS, ERNIE4_5, HUNYUAN, APERTUS, IQUESTCODER, ARCEE, CWM, HELIUM, NANOCHAT, INTERNLM3, BITNET,
 )  # fmt: skip

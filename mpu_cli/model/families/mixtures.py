@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpu_cli.model.families.layernorm import COHERE2
+from mpu_cli.model.families.layernorm import COHERE2, LAYER_NORMS
 from mpu_cli.model.families.llama import ERNIE4_5, EXAONE4, HUNYUAN, LLAMA, MISTRAL, QWEN3
 from mpu_cli.model.families.parts import (
     CORRECTION,
@@ -20,6 +20,7 @@ from mpu_cli.model.families.parts import (
     after_num_dense,
     attention,
     both,
+    ends,
     experts,
     gated_ffn,
     granite_experts,
@@ -34,16 +35,15 @@ from mpu_cli.model.families.parts import (
     negate,
     of_each_layer,
     renamed_parts,
-    renamed_stacks,
     rms_norm,
     share_of_head,
     share_or_rotary_dim,
+    shared_width,
     sparse_by_type,
     sparse_ffn,
-    stacks,
     where_rope,
 )
-from mpu_cli.model.family import Config, Fused, Stack, Tensor
+from mpu_cli.model.family import Config, Fused, Tensor
 
 MIXTRAL = replace(
     MISTRAL,
@@ -51,38 +51,23 @@ MIXTRAL = replace(
     sizes={**SIZES, "experts": "num_local_experts", "expert_ffn": "intermediate_size"},
     layer_tensors=(
         *INPUT_NORMS, *attention(False),
-        Tensor("block_sparse_moe.gate.weight", ("expert", "model"), layout="split"),
-        Tensor("mlp.gate.weight", ("expert", "model"), layout="fused"),
+        Tensor("mlp.gate.weight", ("expert", "model"), parts=("block_sparse_moe.gate.weight",)),
         *experts(names=("w1", "w3", "w2"), split="block_sparse_moe"),
     ),
-    experts=lambda *_: True,
-    stacks=(
-        *stacks(("w1", "w3", "w2"), "block_sparse_moe"), Stack("mlp.gate.weight", ("block_sparse_moe.gate.weight",)),
-    ),
-    defaults={"tie_word_embeddings": False, "num_key_value_heads": 8, "num_local_experts": 8},
+    defaults={"num_key_value_heads": 8, "num_local_experts": 8},
 )  # fmt: skip
 
 PHIMOE = replace(
     MIXTRAL,
     model_types=("phimoe",),
-    tensors=(
-        Tensor("model.embed_tokens.weight", ("vocab", "model")), *layer_norm("model.norm"),
-        Tensor("lm_head.weight", ("vocab", "model")), Tensor("lm_head.bias", ("vocab",), "lm_head_bias"),
-    ),
+    tensors=ends("model.embed_tokens", *layer_norm("model.norm"), bias="lm_head_bias"),
     layer_tensors=(
-        *layer_norm("input_layernorm"), *layer_norm("post_attention_layernorm"), *attention(),
-        Tensor("block_sparse_moe.gate.weight", ("expert", "model"), layout="split"),
-        Tensor("mlp.router.weight", ("expert", "model"), layout="fused"),
+        *LAYER_NORMS, *attention(),
+        Tensor("mlp.router.weight", ("expert", "model"), parts=("block_sparse_moe.gate.weight",)),
         *experts(names=("w1", "w3", "w2"), split="block_sparse_moe"),
     ),
     rms_norm=False,
-    stacks=(
-        *stacks(("w1", "w3", "w2"), "block_sparse_moe"), Stack("mlp.router.weight", ("block_sparse_moe.gate.weight",)),
-    ),
-    defaults={
-        "tie_word_embeddings": False, "attention_bias": False, "lm_head_bias": False, "num_key_value_heads": 8,
-        "num_local_experts": 16,
-    },
+    defaults={"num_key_value_heads": 8, "num_local_experts": 16},
 )  # fmt: skip
 
 MINIMAX_M2 = replace(
@@ -90,17 +75,10 @@ MINIMAX_M2 = replace(
     model_types=("minimax_m2",),
     layer_tensors=(
         *MIXTRAL.layer_tensors, *WHOLE_NORM,
-        Tensor("block_sparse_moe.e_score_correction_bias", ("expert",), layout="split", trained=False),
-        Tensor("mlp.e_score_correction_bias", ("expert",), layout="fused", trained=False),
+        Tensor("mlp.e_score_correction_bias", ("expert",), None, ("block_sparse_moe.e_score_correction_bias",), False),
     ),
     rotary=share_or_rotary_dim,
-    qk_norm="whole",
-    stacks=(
-        *MIXTRAL.stacks, Stack("mlp.e_score_correction_bias", ("block_sparse_moe.e_score_correction_bias",)),
-    ),
-    defaults={
-        "tie_word_embeddings": False, "num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256,
-    },
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 256},
     unless={},
     note="in bfloat16; the published weights are quantised",
 )  # fmt: skip
@@ -109,13 +87,8 @@ QWEN3_MOE = replace(
     QWEN3,
     model_types=("qwen3_moe",),
     sizes={**SIZES, **EXPERTS},
-    layer_tensors=(
-        *INPUT_NORMS, *attention(), *SHARED_NORM, *gated_ffn(when=negate(is_sparse)),
-        replace(ROUTER, when=is_sparse), *experts(is_sparse),
-    ),
-    experts=is_sparse,
-    stacks=stacks(),
-    defaults={"tie_word_embeddings": False, "num_key_value_heads": 4},
+    layer_tensors=(*INPUT_NORMS, *attention(), *SHARED_NORM, *sparse_ffn(is_sparse, (), shared="")),
+    defaults={"num_key_value_heads": 4},
 )  # fmt: skip
 
 QWEN2_MOE = replace(
@@ -123,14 +96,11 @@ QWEN2_MOE = replace(
     model_types=("qwen2_moe",),
     sizes={**SIZES, **EXPERTS, "shared_ffn": "shared_expert_intermediate_size", "one": 1},
     layer_tensors=(
-        *INPUT_NORMS, *attention("qkv_bias", False), *gated_ffn(when=negate(is_sparse)),
-        replace(ROUTER, when=is_sparse), *experts(is_sparse),
-        *gated_ffn(name="mlp.shared_expert", prefix="s-", when=is_sparse),
+        *INPUT_NORMS, *attention("qkv_bias", False), *sparse_ffn(is_sparse, (), shared="mlp.shared_expert"),
         Tensor("mlp.shared_expert_gate.weight", ("one", "model"), is_sparse),
     ),
-    qk_norm=None,
     unless={},
-    defaults={"tie_word_embeddings": False, "qkv_bias": True, "num_key_value_heads": 16},
+    defaults={"qkv_bias": True, "num_key_value_heads": 16},
     note="a shared expert beside the others",
 )  # fmt: skip
 
@@ -145,8 +115,6 @@ HUNYUAN_MOE = replace(
         *INPUT_NORMS, *attention(), *NORM_AFTER_ROPE, Tensor("mlp.gate.wg.weight", ("expert", "model")), *experts(),
         *gated_ffn(name="mlp.shared_mlp", prefix="s-"),
     ),
-    experts=lambda *_: True,
-    stacks=stacks(),
 )  # fmt: skip
 
 
@@ -167,29 +135,19 @@ ERNIE4_5_MOE = replace(
     model_types=("ernie4_5_moe",),
     sizes={
         **SIZES, "one": 1, "experts": ("moe_num_experts", "num_experts"), "expert_ffn": "moe_intermediate_size",
-        "shared_ffn": lambda config, _: config["moe_intermediate_size"] * (config["moe_num_shared_experts"] or 1),
+        "shared_ffn": shared_width("moe_num_shared_experts"),
     },
     tensors=(*ERNIE4_5.tensors, Tensor("lm_head.bias", ("vocab",), "use_bias")),
     layer_tensors=(
         *INPUT_NORMS, *attention("use_bias"),
-        *gated_ffn("use_bias", when=negate(is_ernie_mixture)),
-        replace(ROUTER, when=is_ernie_mixture), *experts(is_ernie_mixture),
-        Tensor("mlp.moe_statics.e_score_correction_bias", ("one", "expert"), is_ernie_mixture, "split", trained=False),
-        Tensor(
-            "mlp.gate.moe_statics.e_score_correction_bias", ("one", "expert"), is_ernie_mixture, "fused", trained=False
-        ),
-        *gated_ffn(
-            "use_bias", "mlp.shared_experts", "s-", when=has_shared_experts
-        ),
-    ),
-    experts=is_ernie_mixture,
-    stacks=(
-        *stacks(),
-        Stack("mlp.gate.moe_statics.e_score_correction_bias", ("mlp.moe_statics.e_score_correction_bias",)),
+        *sparse_ffn(is_ernie_mixture, (), "use_bias", shared=""),
+        Tensor("mlp.gate.moe_statics.e_score_correction_bias", ("one", "expert"), is_ernie_mixture,
+               ("mlp.moe_statics.e_score_correction_bias",), trained=False),
+        *gated_ffn("use_bias", "mlp.shared_experts", "s-", when=has_shared_experts),
     ),
     dead=("*mtp*",),
     defaults={
-        "tie_word_embeddings": True, "use_bias": False, "num_key_value_heads": 4, "moe_intermediate_size": 1536,
+        "tie_word_embeddings": True, "num_key_value_heads": 4, "moe_intermediate_size": 1536,
         "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "moe_layer_end_index": -1, "moe_layer_interval": 1,
     },
 )  # fmt: skip
@@ -198,10 +156,7 @@ ERNIE4_5_MOE = replace(
 AFMOE = replace(
     QWEN3_MOE,
     model_types=("afmoe",),
-    sizes={
-        **SIZES, **EXPERTS,
-        "shared_ffn": lambda config, _: config["moe_intermediate_size"] * config["num_shared_experts"],
-    },
+    sizes={**SIZES, **EXPERTS, "shared_ffn": shared_width("num_shared_experts")},
     layer_tensors=(
         *INPUT_NORMS, *rms_norm("pre_mlp_layernorm"), *rms_norm("post_mlp_layernorm"), *attention(), *SHARED_NORM,
         Tensor("self_attn.gate_proj.weight", ("|mixed|", "model")),
@@ -211,11 +166,7 @@ AFMOE = replace(
         *experts(after_num_dense), *gated_ffn(name="mlp.shared_experts", prefix="s-", when=after_num_dense),
     ),
     rotary=where_rope(layer_type_is("sliding_attention", "global_attn_every_n_layers")),
-    experts=after_num_dense,
-    defaults={
-        "tie_word_embeddings": False, "attention_bias": False, "head_dim": 128, "moe_intermediate_size": 1408,
-        "num_dense_layers": 1, "num_shared_experts": 2,
-    },
+    defaults={"head_dim": 128, "moe_intermediate_size": 1408, "num_dense_layers": 1, "num_shared_experts": 2},
 )  # fmt: skip
 
 OLMOE = replace(
@@ -223,10 +174,8 @@ OLMOE = replace(
     model_types=("olmoe",),
     sizes={**SIZES, "experts": ("num_experts", "num_local_experts"), "expert_ffn": "intermediate_size"},
     layer_tensors=(*INPUT_NORMS, *attention(), *WHOLE_NORM, ROUTER, *experts()),
-    qk_norm="whole",
-    stacks=stacks(),
     unless={"clip_qkv": None},
-    defaults={"tie_word_embeddings": False},
+    defaults={},
     note="without `clip_qkv`",
 )
 
@@ -243,12 +192,6 @@ GRANITEMOE = replace(
         Tensor("shared_mlp.input_linear.weight", (("s-gate", "s-up"), "model"), "shared_intermediate_size"),
         Tensor("shared_mlp.output_linear.weight", ("model", "s-ffn"), "shared_intermediate_size"),
     ),
-    experts=lambda *_: True,
-    stacks=(
-        Stack("block_sparse_moe.router.weight", ("block_sparse_moe.router.layer.weight",)),
-        Stack("block_sparse_moe.experts.gate_up_proj", ("block_sparse_moe.input_linear.weight",)),
-        Stack("block_sparse_moe.experts.down_proj", ("block_sparse_moe.output_linear.weight",)),
-    ),
 )  # fmt: skip
 
 GRANITEMOE_SWA = replace(
@@ -256,13 +199,10 @@ GRANITEMOE_SWA = replace(
     model_types=("granitemoe_swa",),
     layer_tensors=(
         *INPUT_NORMS, *attention(), Tensor("self_attn.sinks", ("head",)),
-        Tensor("block_sparse_moe.router.weight", ("expert", "model")),
-        Tensor("block_sparse_moe.experts.gate_up_proj", ("expert", ("e-gate", "e-up"), "model")),
-        Tensor("block_sparse_moe.experts.down_proj", ("expert", "model", "e-ffn")),
+        *(replace(tensor, parts=()) for tensor in granite_experts()),
         *(tensor for tensor in GRANITEMOE.layer_tensors if tensor.name.startswith("shared_mlp.")),
     ),
     rotary=where_rope(list_entry("layer_rope_theta")),
-    stacks=(),
 )  # fmt: skip
 
 GLM4_MOE = replace(
@@ -271,7 +211,7 @@ GLM4_MOE = replace(
     sizes={
         **SIZES,
         "experts": ("n_routed_experts", "num_local_experts"), "expert_ffn": "moe_intermediate_size",
-        "shared_ffn": lambda config, _: config["moe_intermediate_size"] * (config.get("n_shared_experts") or 1),
+        "shared_ffn": shared_width("n_shared_experts"),
     },
     layer_tensors=(
         *INPUT_NORMS, *attention("attention_bias", False),
@@ -280,15 +220,8 @@ GLM4_MOE = replace(
         *sparse_ffn(after_dense),
     ),
     rotary=share_of_head("partial_rotary_factor"),
-    qk_norm=lambda config, _: "shared" if config.get("use_qk_norm") else None,
-    experts=after_dense,
-    groups="n_group",
-    stacks=stacks(),
     dead=("*.eh_proj.weight", "*.shared_head.*", "*.enorm.weight", "*.hnorm.weight"),
-    defaults={
-        "tie_word_embeddings": False, "attention_bias": False, "use_qk_norm": False, "partial_rotary_factor": 0.5,
-        "num_key_value_heads": 8, "first_k_dense_replace": 1,
-    },
+    defaults={"partial_rotary_factor": 0.5, "num_key_value_heads": 8, "first_k_dense_replace": 1},
     unless={},
 )  # fmt: skip
 
@@ -297,10 +230,7 @@ DOTS1 = replace(
     model_types=("dots1",),
     layer_tensors=(*INPUT_NORMS, *attention(), *SHARED_NORM, *sparse_ffn(after_dense)),
     rotary=None,
-    qk_norm="shared",
-    defaults={
-        "tie_word_embeddings": False, "attention_bias": False, "num_key_value_heads": 32, "first_k_dense_replace": 0,
-    },
+    defaults={"num_key_value_heads": 32, "first_k_dense_replace": 0},
 )  # fmt: skip
 
 
@@ -329,12 +259,8 @@ LLAMA4 = replace(
     ),
     planes="neighbours",
     rotary=where_rope(listed_or_every("no_rope_layers", "no_rope_layer_interval", 4)),
-    experts=is_mixture,
     unless={},
-    defaults={
-        "tie_word_embeddings": False, "attention_bias": False, "num_key_value_heads": 8, "head_dim": 128,
-        "num_local_experts": 16, "intermediate_size_mlp": 16384,
-    },
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 16, "intermediate_size_mlp": 16384},
     note="text only",
 )  # fmt: skip
 
@@ -352,9 +278,8 @@ GPT_OSS = replace(
         Tensor("mlp.experts.down_proj_bias", ("expert", "model")),
     ),
     gated=False,
-    experts=lambda *_: True,
     unless={},
-    defaults={"tie_word_embeddings": False, "attention_bias": True, "head_dim": 64, "num_key_value_heads": 8},
+    defaults={"attention_bias": True, "head_dim": 64, "num_key_value_heads": 8},
     note="in bfloat16; the published weights are quantised",
 )  # fmt: skip
 
@@ -376,10 +301,8 @@ SOLAR_OPEN = replace(
         *experts(), *gated_ffn(name="mlp.shared_experts", prefix="s-"),
     ),
     rotary=None,
-    qk_norm=None,
-    experts=lambda *_: True,
     dead=(),
-    defaults={"tie_word_embeddings": False, "attention_bias": False, "num_key_value_heads": 8, "head_dim": 128},
+    defaults={"num_key_value_heads": 8, "head_dim": 128},
     unless={"partial_rotary_factor": 1.0},
 )  # fmt: skip
 
@@ -388,34 +311,20 @@ is_listed_or_sparse = sparse_by_type(lambda *_: True)
 MELLUM = replace(
     QWEN3_MOE,
     model_types=("mellum",),
-    layer_tensors=(
-        *INPUT_NORMS, *attention(), *SHARED_NORM, *gated_ffn(when=negate(is_listed_or_sparse)),
-        replace(ROUTER, when=is_listed_or_sparse), *experts(is_listed_or_sparse),
-    ),
-    experts=is_listed_or_sparse,
+    layer_tensors=(*INPUT_NORMS, *attention(), *SHARED_NORM, *sparse_ffn(is_listed_or_sparse, (), shared="")),
     dead=("mtp.*",),
-    defaults={"tie_word_embeddings": False, "attention_bias": False, "num_key_value_heads": 4, "head_dim": 128},
+    defaults={"num_key_value_heads": 4, "head_dim": 128},
 )  # fmt: skip
 
 EXAONE_MOE = replace(
     EXAONE4,
     model_types=("exaone_moe",),
-    sizes={
-        **SIZES, **EXPERTS,
-        "shared_ffn": lambda config, _: config["moe_intermediate_size"] * int(config["num_shared_experts"]),
-    },
+    sizes={**SIZES, **EXPERTS, "shared_ffn": shared_width("num_shared_experts")},
     layer_tensors=(
-        *INPUT_NORMS, *attention(False), *SHARED_NORM, *gated_ffn(when=negate(is_listed_or_after_dense)),
-        replace(ROUTER, when=is_listed_or_after_dense),
-        Tensor("mlp.e_score_correction_bias", ("expert",), is_listed_or_after_dense, "split", trained=False),
-        Tensor("mlp.gate.e_score_correction_bias", ("expert",), is_listed_or_after_dense, "fused", trained=False),
-        *experts(is_listed_or_after_dense),
-        *gated_ffn(name="mlp.shared_experts", prefix="s-", when=is_listed_or_after_dense),
+        *INPUT_NORMS, *attention(False), *SHARED_NORM,
+        *sparse_ffn(is_listed_or_after_dense, (replace(CORRECTION, parts=("mlp.e_score_correction_bias",)),)),
     ),
     rotary=where_rope(layer_type_is("sliding_attention")),
-    experts=is_listed_or_after_dense,
-    groups="n_group",
-    stacks=(*stacks(), Stack("mlp.gate.e_score_correction_bias", ("mlp.e_score_correction_bias",))),
     dead=("mtp.*",),
     defaults={**EXAONE4.defaults, "num_shared_experts": 1, "first_k_dense_replace": 1},
 )  # fmt: skip
@@ -433,21 +342,13 @@ _HY_PARTS = renamed_parts(
 HY_V3 = replace(
     QWEN3_MOE,
     model_types=("hy_v3",),
-    sizes={
-        **SIZES, **EXPERTS,
-        "shared_ffn": lambda config, _: config["moe_intermediate_size"] * int(config["num_shared_experts"]),
-    },
+    sizes={**SIZES, **EXPERTS, "shared_ffn": shared_width("num_shared_experts")},
     layer_tensors=(
         *INPUT_NORMS, *attention(), *SHARED_NORM, *gated_ffn(when=negate(is_listed_or_after_first)), *_HY_PARTS,
         *experts(is_listed_or_after_first),
     ),
-    experts=is_listed_or_after_first,
-    stacks=(*stacks(), *renamed_stacks(_HY_PARTS)),
     dead=("model.layers.80.*",),
-    defaults={
-        "tie_word_embeddings": False, "attention_bias": False, "num_key_value_heads": 8, "head_dim": 128,
-        "num_shared_experts": 1,
-    },
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "num_shared_experts": 1},
     unless={"mlp_bias": False},
     note="a shared expert beside the others",
 )  # fmt: skip
@@ -489,12 +390,7 @@ LAGUNA = replace(
         *_LAGUNA_PARTS, *experts(is_listed_or_after_first),
     ),
     rotary=rotary_of_layer_type,
-    experts=is_listed_or_after_first,
-    stacks=(*stacks(), *renamed_stacks(_LAGUNA_PARTS)),
-    defaults={
-        "tie_word_embeddings": False, "attention_bias": False, "num_key_value_heads": 8, "head_dim": 128,
-        "gating": True,
-    },
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "gating": True},
 )  # fmt: skip
 
 
@@ -520,21 +416,12 @@ COHERE2_MOE = replace(
         "shared_ffn": lambda config, _: config["intermediate_size"] * int(config["num_shared_experts"]) or None,
     },
     layer_tensors=(
-        *rms_norm("input_layernorm"), *attention(), *gated_ffn(when=negate(is_listed_or_after_dense)),
-        replace(ROUTER, when=is_listed_or_after_dense), *experts(is_listed_or_after_dense),
+        *rms_norm("input_layernorm"), *attention(), *sparse_ffn(is_listed_or_after_dense, (), shared=""),
         *gated_ffn(name="mlp.shared_experts", prefix="s-", when=both(is_listed_or_after_dense, "num_shared_experts")),
     ),
     rotary=where_rope(ropes_or_dense),
-    experts=is_listed_or_after_dense,
-    stacks=stacks(),
     defaults={
-        "tie_word_embeddings": True, "attention_bias": False, "head_dim": 128, "num_shared_experts": 0,
-        "first_k_dense_replace": 0, "prefix_dense_sliding_window_pattern": 1, "sliding_window_pattern": 4,
+        "tie_word_embeddings": True, "head_dim": 128, "num_shared_experts": 0, "first_k_dense_replace": 0,
+        "prefix_dense_sliding_window_pattern": 1, "sliding_window_pattern": 4,
     },
-)  # fmt: skip
-
-ALL = (
-    MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITEMOE, GRANITEMOE_SWA, GPT_OSS, GLM4_MOE, LLAMA4, ERNIE4_5_MOE,
-    HUNYUAN_MOE, MINIMAX_M2, PHIMOE, DOTS1, AFMOE, EXAONE_MOE, SOLAR_OPEN, FLEX_OLMO, MELLUM, HY_V3,
-    COHERE2_MOE, LAGUNA,
 )  # fmt: skip

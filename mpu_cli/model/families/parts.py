@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mpu_cli.model.family import Axis, Config, Rule, Sizes, Stack, Tensor
+from mpu_cli.model.family import Axis, Config, Rule, Sizes, Tensor
 
 # Rules, from which tables of families are composed: what a config says of a layer.
 
@@ -86,6 +86,11 @@ def times(factor: int, name: str) -> Rule:
     return lambda config, _: factor * int(config[name])
 
 
+def shared_width(count: str) -> Rule:
+    """How wide the experts are together that all tokens share."""
+    return lambda config, _: config["moe_intermediate_size"] * int(config.get(count) or 1)
+
+
 def either(*rules: Rule) -> Rule:
     return lambda config, layer: any(rule(config, layer) for rule in rules)
 
@@ -154,14 +159,15 @@ def attention(
     out_bias: str | Rule | bool | None = None,
     name: str = "self_attn",
     when: Rule | None = None,
+    out: str = "o_proj",
 ) -> tuple[Tensor, ...]:
-    """Llama's attention."""
-    out = bias if out_bias is None else out_bias
+    """Llama's attention, whose last layer is called ``out``."""
+    out_bias = bias if out_bias is None else out_bias
     return (
         *linear(f"{name}.q_proj", "query", "model", bias=bias, when=when),
         *linear(f"{name}.k_proj", "key", "model", bias=bias, when=when),
         *linear(f"{name}.v_proj", "value", "model", bias=bias, when=when),
-        *linear(f"{name}.o_proj", "model", "mixed", bias=out, when=when),
+        *linear(f"{name}.{out}", "model", "mixed", bias=out_bias, when=when),
     )  # fmt: skip
 
 
@@ -175,24 +181,25 @@ def gated_ffn(
     )
 
 
+def plain_ffn(
+    up: str = "mlp.up_proj", down: str = "mlp.down_proj", bias: str | Rule | bool = False
+) -> tuple[Tensor, ...]:
+    return *linear(up, "ffn", "model", bias=bias), *linear(down, "model", "ffn", bias=bias)
+
+
 def experts(when: str | Rule | None = None, names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
             split: str = "mlp", fused: str = "mlp") -> tuple[Tensor, ...]:  # fmt: skip
     """The experts of a mixture: a matrix each in files from the Hub, stacked in files that hold what memory does."""
     gate, up, down = (f"{split}.experts.{{e}}.{name}.weight" for name in names)
     return (
-        Tensor(gate, ("e-gate", "model"), when, "split"),
-        Tensor(up, ("e-up", "model"), when, "split"),
-        Tensor(down, ("model", "e-ffn"), when, "split"),
-        Tensor(f"{fused}.experts.gate_up_proj", ("expert", ("e-gate", "e-up"), "model"), when, "fused"),
-        Tensor(f"{fused}.experts.down_proj", ("expert", "model", "e-ffn"), when, "fused"),
+        Tensor(f"{fused}.experts.gate_up_proj", ("expert", ("e-gate", "e-up"), "model"), when, (gate, up)),
+        Tensor(f"{fused}.experts.down_proj", ("expert", "model", "e-ffn"), when, (down,)),
     )
 
 
-def stacks(
-    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"), split: str = "mlp", fused: str = "mlp"
-) -> tuple[Stack, ...]:
-    gate, up, down = (f"{split}.experts.{{e}}.{name}.weight" for name in names)
-    return Stack(f"{fused}.experts.gate_up_proj", (gate, up)), Stack(f"{fused}.experts.down_proj", (down,))
+def ends(embedding: str, *norm: Tensor, head: str = "lm_head", bias: str | bool = False) -> tuple[Tensor, ...]:
+    """What is before and after the layers."""
+    return Tensor(f"{embedding}.weight", ("vocab", "model")), *norm, *linear(head, "vocab", "model", bias=bias)
 
 
 SHARED_NORM = (Tensor("self_attn.q_norm.weight", ("|head|",)), Tensor("self_attn.k_norm.weight", ("|head|",)))
@@ -225,28 +232,29 @@ CORRECTION = Tensor("mlp.gate.e_score_correction_bias", ("expert",), trained=Fal
 
 
 def sparse_ffn(
-    when: Rule, correction: tuple[Tensor, ...] = (CORRECTION,), bias: str | bool = False
+    when: Rule,
+    correction: tuple[Tensor, ...] = (CORRECTION,),
+    bias: str | bool = False,
+    shared: str = "mlp.shared_experts",
 ) -> tuple[Tensor, ...]:
-    """DeepSeek's feed-forward layers: dense ones, or experts in groups with shared experts beside them."""
+    """Feed-forward layers: dense ones, or experts in groups with ``shared`` experts beside them."""
     return (
         *gated_ffn(bias, when=negate(when)),
         *(replace(tensor, when=when) for tensor in (ROUTER, *correction)),
         *experts(when),
-        *gated_ffn(bias, name="mlp.shared_experts", prefix="s-", when=when),
+        *(gated_ffn(bias, name=shared, prefix="s-", when=when) if shared else ()),
     )
 
 
 def granite_experts(when: str | None = None) -> tuple[Tensor, ...]:
     """Stacked in files from the Hub too, under other names than in memory."""
-    router, gate_up, down = ("expert", "model"), ("expert", ("e-gate", "e-up"), "model"), ("expert", "model", "e-ffn")
+    moe = "block_sparse_moe"
     return (
-        Tensor("block_sparse_moe.router.layer.weight", router, when, "hub"),
-        Tensor("block_sparse_moe.input_linear.weight", gate_up, when, "hub"),
-        Tensor("block_sparse_moe.output_linear.weight", down, when, "hub"),
-        Tensor("block_sparse_moe.router.weight", router, when, "memory"),
-        Tensor("block_sparse_moe.experts.gate_up_proj", gate_up, when, "memory"),
-        Tensor("block_sparse_moe.experts.down_proj", down, when, "memory"),
-    )
+        Tensor(f"{moe}.router.weight", ("expert", "model"), when, (f"{moe}.router.layer.weight",)),
+        Tensor(f"{moe}.experts.gate_up_proj", ("expert", ("e-gate", "e-up"), "model"), when,
+               (f"{moe}.input_linear.weight",)),
+        Tensor(f"{moe}.experts.down_proj", ("expert", "model", "e-ffn"), when, (f"{moe}.output_linear.weight",)),
+    )  # fmt: skip
 
 
 def numbered_ffn(when: Rule | None = None) -> tuple[Tensor, ...]:
@@ -257,18 +265,9 @@ def numbered_ffn(when: Rule | None = None) -> tuple[Tensor, ...]:
 
 
 def renamed_parts(when: Rule, names: dict[str, str], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """``tensors`` of a mixture under the names that they have in memory, and under those that the Hub's files have."""
+    """``tensors`` of a mixture by their names in memory, with those that the Hub's files have."""
 
     def in_file(name: str) -> str:
         return next((old + name.removeprefix(new) for old, new in names.items() if name.startswith(new)), name)
 
-    return tuple(
-        replace(tensor, name=name, when=when, layout=layout)
-        for tensor in tensors
-        for name, layout in ((in_file(tensor.name), "split"), (tensor.name, "fused"))
-    )
-
-
-def renamed_stacks(tensors: tuple[Tensor, ...]) -> tuple[Stack, ...]:
-    """What ``renamed_parts`` lists, for writing parameters under the names in files."""
-    return tuple(Stack(new.name, (old.name,)) for old, new in zip(tensors[::2], tensors[1::2], strict=True))
+    return tuple(replace(tensor, when=when, parts=(in_file(tensor.name),)) for tensor in tensors)
