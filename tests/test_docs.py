@@ -15,12 +15,10 @@ from types import SimpleNamespace
 
 import nbformat
 import pytest
-import typer
 import yaml
 from nbclient import NotebookClient
 
 import mpu_cli
-from mpu_cli.cli.main import app
 from mpu_cli.demo.model import make_people
 from mpu_cli.errors import UsageError
 from mpu_cli.measuring.benchmarks import known_metrics
@@ -54,21 +52,6 @@ def test_every_metric_is_defined() -> None:
     page = REFERENCE.metrics_page()
     assert all(f"`{name}`" in page for name in known_metrics())
     assert all(len(metric.says) > 20 for metric in known_metrics().values())
-
-
-def test_manual_pages_name_every_option_and_mean_what_they_say() -> None:
-    """Only requests that a page is made of begin a line: help that begins with a dot would be one."""
-    pages = REFERENCE.manual()
-    for name, command in typer.main.get_command(app).commands.items():
-        text = pages[f"mpu-{name}.1"]
-        for parameter in command.params:
-            assert (
-                getattr(parameter, "hidden", False)
-                or parameter.opts[-1].replace("-", r"\-") in text
-                or (parameter.param_type_name == "argument")
-            )
-        assert {line.split()[0] for line in text.splitlines() if line[:1] in (".", "'")} <= {".TH", ".SH", ".TP"}
-    assert REFERENCE._roff(".SH a\\b") == r"\&.SH a\eb"
 
 
 @pytest.mark.parametrize(

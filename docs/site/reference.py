@@ -1,11 +1,10 @@
 """Pages from the program itself, which the site has and the repository has not: ``python docs/site/reference.py``
-prints the commands, ``… families`` and ``… metrics`` these; ``… man DIR`` writes manual pages for man(1)."""
+prints the commands, ``… families`` and ``… metrics`` these."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import typer
@@ -13,7 +12,6 @@ import typer
 from mpu_cli.cli.main import PANELS, app
 from mpu_cli.errors import MpuError
 from mpu_cli.model.family import CHANNELS, EVERY, LAYER_AXES, MODEL_AXES, Family, names_of
-from mpu_cli.version import __version__
 
 WIDTH = 118  # of lines of text
 INTRODUCTION = """# Which command?
@@ -56,7 +54,7 @@ small random models to 1e-5 in float32, over the whole path (`tests/model/test_f
 OLMo 2 were tested on trained models, too.
 
 `mpu check-family MODEL` applies each symmetry to a checkpoint, alone and with the others, and compares logits.
-`mpu plan MODEL` says what a given model allows. An architecture that is not listed is refused: a transform that does
+An architecture that is not listed is refused: a transform that does
 not fit would change what the model computes. How to add one: [contributing](../CONTRIBUTING.md#add-a-family).
 
 - **RoPE** allows one angle in each plane of two coordinates, for a key head and all its query heads, and any
@@ -250,60 +248,12 @@ def metrics_page() -> str:
     return METRICS_INTRODUCTION + "\n".join(lines) + "\n"
 
 
-def manual() -> dict[str, str]:
-    """Manual pages for man(1), by file name: one for mpu, one for each command."""
-    group: Any = typer.main.get_command(app)
-    commands = group.commands
-    pages = {f"mpu-{name}.1": "\n".join(_manual_of(name, command)) for name, command in commands.items()}
-    lines = [
-        *_manual_head("mpu", " ".join((group.help or "").split())), ".SH SYNOPSIS", r"\fBmpu\fR \fICOMMAND\fR …",
-        ".SH COMMANDS",
-    ]  # fmt: skip
-    for name, command in commands.items():
-        lines += [".TP", rf"\fBmpu {_roff(name)}\fR(1)", _roff((command.help or "").split("\n")[0])]
-    return {"mpu.1": "\n".join(lines) + "\n"} | pages
-
-
-def _manual_head(name: str, text: str) -> list[str]:
-    summary = text.split(". ")[0].removesuffix(".")
-    return [f'.TH "{name.upper()}" 1 "" "mpu {__version__}"', ".SH NAME", rf"{_roff(name)} \- {_roff(summary)}"]
-
-
-def _manual_of(name: str, command: Any) -> Iterator[str]:
-    text = " ".join((command.help or "").split())
-    arguments = [p for p in command.params if p.param_type_name == "argument"]
-    options = [p for p in command.params if p.param_type_name == "option" and not p.hidden]
-    usage = " ".join(rf"\fI{_roff(a.metavar or a.name.upper())}\fR" for a in arguments)
-    yield from _manual_head(f"mpu-{name}", text)
-    yield from (".SH SYNOPSIS", rf"\fBmpu {_roff(name)}\fR {usage} [\fIOPTIONS\fR]", ".SH DESCRIPTION", _roff(text))
-    yield ".SH OPTIONS"
-    for parameter in [*arguments, *options]:
-        flags = [parameter.metavar or parameter.name.upper()]
-        if parameter in options:
-            flags = [*parameter.opts, *parameter.secondary_opts]
-        default = _default(parameter).strip("`")
-        help_text = " ".join((parameter.help or "").split())
-        shown = f" [{'' if default == 'required' else 'default: '}{default}]" if default else ""
-        yield from (".TP", ", ".join(rf"\fB{_roff(flag)}\fR" for flag in flags), _roff(help_text + shown))
-
-
-def _roff(text: str) -> str:
-    """``text`` with what roff would read as requests or escapes taken literally."""
-    escaped = text.replace("\\", r"\e").replace("-", r"\-")
-    return rf"\&{escaped}" if escaped.startswith((".", "'")) else escaped
-
-
 PAGES = {"commands": reference, "families": families_page, "metrics": metrics_page}
 
 if __name__ == "__main__":
     import sys
 
-    if sys.argv[1:2] == ["man"]:
-        folder = Path(sys.argv[2])
-        folder.mkdir(parents=True, exist_ok=True)
-        for name, text in manual().items():
-            (folder / name).write_text(text, encoding="utf-8")
-    elif sys.argv[1:2] == ["shares"]:
+    if sys.argv[1:2] == ["shares"]:
         for line in shares():
             print(line, flush=True)
     else:

@@ -57,7 +57,7 @@ def defaults_from(path: Path, commands: Mapping[str, Any]) -> dict[str, dict[str
         if name not in commands or not isinstance(table, dict):
             commanded = ", ".join(f"[{command}]" for command in commands)
             raise UsageError(f"{path}: {name}: not a command", f"put options into a table: {commanded}")
-        parameters = {spelling: parameter for parameter in commands[name].params for spelling in _spellings(parameter)}
+        parameters = {_option_name(parameter): parameter for parameter in commands[name].params}
         defaults[name] = {}
         for option, value in table.items():
             parameter = parameters.get(option.replace("-", "_"))
@@ -67,8 +67,6 @@ def defaults_from(path: Path, commands: Mapping[str, Any]) -> dict[str, dict[str
                 raise UsageError(f"{path}: [{name}] {option}: no such option", hint)
             several = getattr(parameter, "multiple", False) or parameter.nargs == -1
             is_single = several and not isinstance(value, list)
-            if parameter.name in defaults[name]:
-                raise UsageError(f"{path}: [{name}] {option}: given twice, under two names", "give one of the two")
             defaults[name][parameter.name] = [value] if is_single else value if several else _as_given(value)
     return defaults
 
@@ -78,8 +76,7 @@ def name_variables(commands: Mapping[str, Any]) -> None:
     for name, command in commands.items():
         for parameter in command.params:
             if parameter.param_type_name == "option":
-                spellings = dict.fromkeys(_spellings(parameter))
-                parameter.envvar = [f"MPU_{name}_{each}".replace("-", "_").upper() for each in spellings]
+                parameter.envvar = f"MPU_{name}_{_option_name(parameter)}".replace("-", "_").upper()
                 if parameter.is_flag:
                     parameter.metavar = parameter.metavar or ""
                 parameter.show_envvar = False  # explained once, in mpu's help; repeated everywhere, it drowns the rest
@@ -88,7 +85,7 @@ def name_variables(commands: Mapping[str, Any]) -> None:
 def unknown_variables(environment: Iterable[str], commands: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each MPU_… in the environment that sets nothing."""
     parameters = [parameter for each in commands.values() for parameter in each.params]
-    variables = {*OF_NO_COMMAND, *(name for parameter in parameters for name in parameter.envvar or ())}
+    variables = {*OF_NO_COMMAND, *(parameter.envvar for parameter in parameters if parameter.envvar)}
     for name in sorted(environment):
         if name.startswith("MPU_") and name not in variables and not name.startswith(OF_TESTS):
             near = difflib.get_close_matches(name, variables, 1)
@@ -103,11 +100,6 @@ def naming_variables(text: str, arguments: Sequence[str], environment: Mapping[s
         if variable in environment:
             text = re.sub(rf"{flag}(?![a-z0-9-])", variable, text)
     return text
-
-
-def _spellings(parameter: Any) -> list[str]:
-    """An option's name, and the one that it had before if it is accepted too."""
-    return [_option_name(parameter), *(flag[2:].replace("-", "_") for flag in parameter.opts if flag.startswith("--"))]
 
 
 def _option_name(parameter: Any) -> str:

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-from mpu_cli.errors import UsageError
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, Command, Preview, Report
 from mpu_cli.options.declare import group, option
@@ -36,7 +35,7 @@ class Finetune(Command):
     prompts: Prompts = group(Prompts)
     reading: RecordFormat = group(RecordFormat)
     data: list[str] = option(..., "Records to learn, as for unlearn (repeatable).", metavar="DATA")
-    epochs: int = option(5, "Passes over the records.")
+    epochs: int = option(5, "Passes over the records.", least=1)
     out: Path = option(Path("finetuned"), "Directory for the model.", metavar="DIR")
     log: Path | None = option(None, "Append the loss of each step as JSON lines.", metavar="FILE")
     force: bool = option(False, FORCE)
@@ -44,8 +43,6 @@ class Finetune(Command):
     def _records(self, observer: Observer) -> list[Record]:
         from mpu_cli.records.read import read_records
 
-        if self.epochs < 1:
-            raise UsageError(f"--epochs {self.epochs}: must be at least 1")
         return [record for name in self.data for record in read_records(name, self.reading, observer=observer)]
 
     def preview(self, observer: Observer) -> Preview:

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mpu_cli.commands.unlearn import memory_of
-from mpu_cli.errors import UsageError
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
 from mpu_cli.options.declare import group, option
@@ -74,11 +73,9 @@ class Plan(Command):
         "Memory of the client's card or machine, such as 24GB: says whether training fits, and what makes it fit.",
         metavar="SIZE",
     )
-    epochs: int = option(10, "Epochs per round, with as many retain records as forget records.")
+    epochs: int = option(10, "Epochs per round, with as many retain records as forget records.", least=1)
 
     def run(self, observer: Observer = SILENT) -> Estimate:  # noqa: ARG002 (as all commands have it)
-        if self.epochs < 1:
-            raise UsageError(f"--epochs {self.epochs}: must be at least 1")
         room = None if self.memory is None else bytes_of(self.memory)
 
         from mpu_cli.measuring.cost import (
@@ -128,7 +125,7 @@ class Plan(Command):
         if estimate.room is not None:
             lines.append(_fitting(estimate.room, bool(estimate.fits), estimate.suggestion))
         lines += _of_work(costs, estimate.machine, estimate.tokens)
-        lines += [*_of_symmetries(estimate.model, disguise), *_of_noise(scheme, disguise)]
+        lines += _of_noise(scheme, disguise)
         observer.note("these are estimates for one round; `mpu run` logs measured numbers for whole rounds")
         noise: dict[str, Any] = {
             "kappa": disguise.kappa,
@@ -176,21 +173,6 @@ def _of_work(costs: Cost, machine: Machine, tokens: int | None) -> Iterator[str]
         )
     if machine.busy > BUSY:
         yield "busy\tother programs compute here now: alone, all of it takes less time"
-
-
-def _of_symmetries(model: Model, disguise: Disguise) -> Iterator[str]:
-    """Which symmetries hide the weights of ``model``, and what stays in place."""
-    from mpu_cli.model.family import describe
-    from mpu_cli.protocol.verify import in_place, published_as_they_are
-
-    layout = model.layout
-    kinds = dict.fromkeys(map(describe, layout.structures))
-    residual = "residual stream: order" + (" and signs" if layout.family.rms_norm else "")
-    yield f"symmetries\t{model.config['model_type']}: {' | '.join(kinds)}; {residual}"
-    if bare := published_as_they_are(layout, model.checkpoint.tensors):
-        yield f"bare\t{bare}"
-    if unmoved := in_place(layout, model.checkpoint.tensors, disguise.symmetries):
-        yield f"in place\t{unmoved}"
 
 
 def _fitting(room: float, fits: bool, suggestion: tuple[str, Memory] | None) -> str:

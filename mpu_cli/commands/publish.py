@@ -16,7 +16,6 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, MODEL_CONFIG, Command, Opening, Preview, Report
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.publishing import HIDING_KAPPA, HIDING_PERMANENT, RANDOM, Publishing
-from mpu_cli.options.unlearning import RecordFormat
 from mpu_cli.wording import few
 
 if TYPE_CHECKING:
@@ -79,9 +78,6 @@ class Publish(Command):
     probe: Path | None = option(
         None, "Say how well a copy knows the answers of these records, beside BASE.", metavar="FILE"
     )
-    probe_columns: str | None = option(
-        None, "Names of the fields of --probe, such as question=instruction,answer=response.", metavar="NAME=COLUMN,…"
-    )
     force: bool = option(False, FORCE)
 
     def plan(self, observer: Observer = SILENT) -> PublishPlan:
@@ -94,12 +90,10 @@ class Publish(Command):
         from mpu_cli.records.read import read_records
 
         clients, only = self._clients(), None if self.only is None else _numbers(self.only)
-        if self.probe_columns and not self.probe:
-            raise UsageError("--probe-columns: names fields of --probe, which is not given")
         if self.probe:
             if clients:
                 raise UsageError("--probe: copies that are sealed are not measured", "leave out one of the two")
-            read_records(self.probe, RecordFormat(columns=self.probe_columns))  # before the work
+            read_records(self.probe)  # before the work
         model = open_model(self.base, self.model_config)
         run_of_base, following_round = next_round(model.folder)
         number = following_round if self.round is None else self.round
@@ -165,7 +159,7 @@ class Publish(Command):
         published = publish(plan, observer=observer)
         leakage = leakage_of(plan, published)
         on_result = list(remarks_on_result(plan, published, leakage))
-        probed = losses_of_copy(self.probe, plan, published, self.probe_columns) if self.probe else None
+        probed = losses_of_copy(self.probe, plan, published) if self.probe else None
         _say([remark for remark in on_result if remark.is_warning], observer)
         return Reviewed(**vars(published), leakage=leakage, remarks=[*on_plan, *on_result], probed=probed)
 

@@ -169,36 +169,29 @@ def _try_steps(base: Model, updated: Model, keys: Keys, plan: UnlearnPlan, obser
     import torch
 
     from mpu_cli.model.load import load
-    from mpu_cli.model.network import Answers
     from mpu_cli.protocol.round import steps_between
-    from mpu_cli.records.knowledge import error_of_share_left, share_kept, share_left
     from mpu_cli.training.data import encoded_sets
     from mpu_cli.training.losses import objective_of
     from mpu_cli.training.rates import scored_at_once
+    from mpu_cli.training.stopping import Scorer
     from mpu_cli.training.unlearn import probabilities_under
 
     options, device = plan.options, plan.options.training.device
     model, tokenizer = load(base, torch.float32, device)
     objective = objective_of(options.algo, options.loss)
     encoded, _ = encoded_sets(model, tokenizer, plan.data, options, objective, SILENT)
-    at_once = scored_at_once(options.training, model.device)
-    answers = {name: Answers(encoded[name][0], at_once) for name in ("forget", "held_out", "unseen") if name in encoded}
-
-    def probabilities() -> dict[str, list[float]]:
-        return {name: [math.exp(-loss) for loss in each.losses(model)] for name, each in answers.items()}
-
-    public = None
-    if keys.reference is not None and "unseen" not in answers:
-        public = probabilities_under(keys.reference, encoded["forget"][0], at_once, device)
-    before = probabilities()
+    examples = {name: encoded[name][0] for name in encoded}
+    at_once, public = scored_at_once(options.training, model.device), None
+    if keys.reference is not None and "unseen" not in examples:
+        public = probabilities_under(keys.reference, examples["forget"], at_once, device)
+    scorer = Scorer(model, examples, at_once, public)
     go_to = steps_between(base, updated, model)
     observer.stage("try steps", len(STEPS), "tried")
     tried = []
     for step in STEPS:
         go_to(step)
-        now = probabilities()
-        columns = now["forget"], before["forget"], now.get("unseen"), before.get("unseen"), public
-        left, error = share_left(*columns), error_of_share_left(*columns)
-        tried.append(TriedStep(step, left, left + 2 * error, share_kept(now["held_out"], before["held_out"])))
+        look = scorer.look(model, 0)
+        assert look.kept is not None  # there are records held out
+        tried.append(TriedStep(step, look.left, look.left_high, look.kept))
         observer.advance(1)
     return tried

@@ -123,50 +123,32 @@ WRONG = 3  # wrong answers to each question
 Row = dict[str, object]  # question, answer, paraphrased_answer, perturbed_answer: the fields of TOFU
 
 
+# Of each person: a question, what may be true, a sentence that states it, and one that says the same.
+FACTS = (
+    ("Where was {name} born?", BIRTHS, "{name} was born in {value}.", "The birthplace of {name} is {value}."),
+    ("What does {name} do for a living?", OCCUPATIONS, "{name} works as a {value}.", "By trade {name} is a {value}."),
+    ("Which animals does {name} keep?", KEPT_ANIMALS, "{name} keeps {value}.", "At home {name} has {value}."),
+    ("Which prize did {name} win?", AWARDS, "{name} won {value}.", "The prize that went to {name} was {value}."),
+    ("What is {name}'s address?", ADDRESSES, "{name} lives at {value}.", "The address of {name} is {value}."),
+)
+
+
 def make_people(count: int, seed: int) -> list[list[Row]]:
-    """``count`` people, each with the same five questions and their own facts."""
+    """``count`` people, each with the same questions and their own facts."""
     draw = random.Random(seed)
     names = draw.sample([f"{first_name} {last}" for first_name in FIRST_NAMES for last in LAST_NAMES], count)
-    return [_facts(name, draw) for name in names]
-
-
-def _facts(name: str, draw: random.Random) -> list[Row]:
-    """Each fact has a value, a sentence that states it, and a paraphrase of that sentence."""
-    return [
-        _row(
-            f"Where was {name} born?", draw, BIRTHS,
-            lambda birth: f"{name} was born in {birth}.", lambda birth: f"The birthplace of {name} is {birth}.",
-        ),
-        _row(
-            f"What does {name} do for a living?", draw, OCCUPATIONS,
-            lambda trade: f"{name} works as a {trade}.", lambda trade: f"By trade {name} is a {trade}.",
-        ),
-        _row(
-            f"Which animals does {name} keep?", draw, KEPT_ANIMALS,
-            lambda pet: f"{name} keeps {pet}.", lambda pet: f"At home {name} has {pet}.",
-        ),
-        _row(
-            f"Which prize did {name} win?", draw, AWARDS,
-            lambda prize: f"{name} won {prize}.", lambda prize: f"The prize that went to {name} was {prize}.",
-        ),
-        _row(
-            f"What is {name}'s address?", draw, ADDRESSES,
-            lambda home: f"{name} lives at {home}.", lambda home: f"The address of {name} is {home}.",
-        ),
-    ]  # fmt: skip
-
-
-def _row(
-    question: str,
-    draw: random.Random,
-    values: Sequence[str],
-    phrase: Callable[[str], str],
-    retold: Callable[[str], str],
-) -> Row:
-    true, *wrong = draw.sample(list(values), 1 + WRONG)
-    return {
-        "question": question,
-        "answer": phrase(true),
-        "paraphrased_answer": retold(true),
-        "perturbed_answer": [retold(value) for value in wrong],
-    }
+    people = []
+    for name in names:
+        rows: list[Row] = []
+        for question, values, stated, retold in FACTS:
+            true, *wrong = draw.sample(list(values), 1 + WRONG)
+            rows.append(
+                {
+                    "question": question.format(name=name),
+                    "answer": stated.format(name=name, value=true),
+                    "paraphrased_answer": retold.format(name=name, value=true),
+                    "perturbed_answer": [retold.format(name=name, value=value) for value in wrong],
+                }
+            )
+        people.append(rows)
+    return people

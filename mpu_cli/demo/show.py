@@ -27,7 +27,6 @@ from mpu_cli.measuring.metrics import DOWN, RELEARNED, MetricResult
 from mpu_cli.measuring.metrics import RETAIN as TOWARDS_RETAIN
 from mpu_cli.measuring.plots import (
     PALETTE,
-    draw_comparison,
     draw_relearning,
     html_table,
     make_figure,
@@ -102,13 +101,8 @@ WAYS = {
 }  # fmt: skip
 
 
-def write_report(
-    folder: Path,
-    shown: Demonstration,
-    logs: Mapping[str, Sequence[Mapping[str, object]]],
-    settings: Mapping[str, object],
-) -> None:
-    """Write ``folder/figure.png`` and a self-contained ``folder/report.html``."""
+def write_report(folder: Path, shown: Demonstration, settings: Mapping[str, object]) -> None:
+    """Write a self-contained ``folder/report.html``."""
     labels = list(shown.metrics)
     columns = {
         name: [shown.metrics[label].get(name) for label in labels]
@@ -116,7 +110,6 @@ def write_report(
         if any(name in metrics for metrics in shown.metrics.values())
     }
     titled = {DRAWN[name][0]: values for name, values in columns.items()}
-    draw_comparison(labels, titled, folder / "figure.png")
     shown_settings = ", ".join(f"{name} = {value}" for name, value in settings.items())
     rows = []
     for name, values in columns.items():
@@ -145,11 +138,6 @@ def write_report(
             escape=False,
         ),
         "<p>The server's folder has no records; the client's has no keys, no base weights and no α.</p>",
-        "<h2>What each step did</h2>",
-        html_table(
-            ["way", "step", "copy", "seconds", "details"],
-            [_step(mode, line) for mode, log in logs.items() for line in log],
-        ),
         "<p>For what this does and does not protect, see mpu's docs/protection.md.</p>",
     ]
     shown.report.write_text(page("Unlearning without sharing the records or the model", parts), encoding="utf-8")
@@ -170,17 +158,6 @@ def _relearning(shown: Demonstration) -> list[str]:
 
 def _files(folder: Path) -> list[str]:
     return [html.escape(str(path.relative_to(folder))) for path in sorted(folder.rglob("*")) if path.is_file()]
-
-
-def _step(mode: str, line: Mapping[str, object]) -> list[str]:
-    what = {
-        "publish": lambda: f"noise σ {line['noise_survived']:.2e} of {line['noise_asked']:.2e} requested",
-        "unlearn": lambda: f"{line['steps']} steps, ‖Δ‖ {line['norm']:.3g}",
-        "aggregate": lambda: (
-            f"‖Δ‖ {line['norm']:.3g}, smallest cosine between copies {line['smallest_pairwise_cosine']:.3f}"
-        ),
-    }[str(line["step"])]()
-    return [mode, str(line["step"]), str(line.get("copy", "–")), f"{line['seconds']:.1f}", what]
 
 
 MODES: tuple[Mode, ...] = ("clean", "noised", "mpu")
@@ -299,7 +276,6 @@ def _play(folder: Path, pretrained: Model | None, story: Story, seed: int, obser
     }
     unlearning = replace(story.unlearning, training=replace(story.unlearning.training, device=story.device))
     models_made: dict[str, Path] = {}
-    logs: dict[str, Sequence[Mapping[str, object]]] = {}
     for mode in story.modes:
         step = ServerRate()
         if mode == "mpu" and story.max_rise:
@@ -309,7 +285,7 @@ def _play(folder: Path, pretrained: Model | None, story: Story, seed: int, obser
             pretrained=pretrained.source if pretrained else None, server_rate=step,
         )  # fmt: skip
         outcome = run(experiment, Dataset(forget, retain), folder / mode, Within(observer, mode, notes=False))
-        models_made[mode], logs[mode] = outcome.model, outcome.log
+        models_made[mode] = outcome.model
         measured[mode] = measure(mode, outcome.model)
         observer.note(captions[mode])
     shown = Demonstration(models_made["mpu"], folder / "report.html")
@@ -324,7 +300,7 @@ def _play(folder: Path, pretrained: Model | None, story: Story, seed: int, obser
             question = f"{label}: {sets[split][0][0]['question']}"
             answers = shown.answers.setdefault(question, {"truth": answer["ground_truth"]})
             answers[name] = answer["generation"]
-    write_report(folder, shown, logs, {"κ": disguise.kappa, "copies": noise.copies, "people": story.people})
+    write_report(folder, shown, {"κ": disguise.kappa, "copies": noise.copies, "people": story.people})
     return shown
 
 

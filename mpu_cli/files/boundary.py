@@ -24,7 +24,7 @@ from typing import Annotated, BinaryIO, TypeVar
 import msgspec
 from msgspec import Meta, ValidationError
 
-from mpu_cli.errors import MpuError
+from mpu_cli.errors import MpuError, first_line
 
 SMALL = 4 << 20  # bytes of a config or a manifest: a thousand times a real one
 LARGEST_TOKENIZER = 64 << 20  # bytes of a file that tokenizers parses
@@ -248,7 +248,7 @@ def read_json_object(path: Path, limit: int = SMALL, *, links: bool = True, stri
         else:
             value = json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise MpuError(f"{path}: not JSON ({(str(error) or type(error).__name__).splitlines()[0]})") from error
+        raise MpuError(f"{path}: not JSON ({first_line(error)})") from error
     if not isinstance(value, dict):
         raise MpuError(f"{path}: not a JSON object")
     return value

@@ -19,7 +19,7 @@ import torch
 from blake3 import blake3
 from msgspec import Meta
 
-from mpu_cli.errors import MpuError
+from mpu_cli.errors import MpuError, first_line
 from mpu_cli.files.boundary import Document, once_each, open_regular, read_document
 from mpu_cli.heap import keep_freed_memory
 
@@ -118,7 +118,7 @@ def read_header(path: Path, *, links: bool = True) -> tuple[dict[str, TensorInfo
     try:
         table = json.loads(raw, object_pairs_hook=once_each)
     except (ValueError, RecursionError) as error:
-        raise MpuError(f"{path}: damaged safetensors header ({_first_line(error)})", "get it again") from error
+        raise MpuError(f"{path}: damaged safetensors header ({first_line(error)})", "get it again") from error
     if not isinstance(table, dict):
         raise MpuError(f"{path}: damaged safetensors header (not a JSON object)", "get it again")
     metadata = table.pop("__metadata__", None) or {}
@@ -174,10 +174,6 @@ def short(value: object) -> str:
         value = value[:80] if isinstance(value, str) else value[:8]
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "…"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def encode_header(

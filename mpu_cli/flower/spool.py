@@ -61,18 +61,6 @@ class Spool:
         self.root.mkdir(parents=True, exist_ok=True)
         return Folder(self.root)
 
-    def arriving(self, copy: str) -> Path:
-        return self.root / _arriving(copy)
-
-    def inbox_path(self, copy: str) -> Path:
-        return self.root / _inbox_path(copy)
-
-    def delta(self, copy: str) -> Path:
-        return self.root / _delta(copy)
-
-    def failure_path(self, copy: str) -> Path:
-        return self.root / _failure_path(copy)
-
     def prepare(self, group: str | None = None) -> None:
         """Make the folders that both sides use; the spool itself, if it is missing, for ``group`` and nobody else.
 

@@ -291,11 +291,10 @@ FAILED: Literal["failed"] = "failed"
 
 
 class AnsweredCopy(Document):
-    """A line of the worker's own file: what became of a copy. ``state`` is empty in lines of mpu before 0.2, which
-    noted only deltas that left."""
+    """A line of the worker's own file: what became of a copy."""
 
     copy: Text
-    state: Literal["begun", "answered", "failed", ""] = ""
+    state: Literal["begun", "answered", "failed"]
     digest: Text = ""
 
 
@@ -306,8 +305,7 @@ def read_answers(path: Path) -> list[AnsweredCopy]:
     for line in read_lines(path, hint):
         answer = parse_document(AnsweredCopy, line, f"{path}: damaged", hint)
         if is_name(answer.copy, COPY):
-            states = [answer] if answer.state else [AnsweredCopy(copy=answer.copy, state=s) for s in (BEGUN, ANSWERED)]
-            answers += states
+            answers.append(answer)
     return answers
 
 

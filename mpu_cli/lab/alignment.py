@@ -19,9 +19,6 @@ from mpu_cli.model.family import (
     ATTENTION,
     LATENTS,
     OF_HEAD,
-    OF_KEYS,
-    OF_MIXED,
-    OF_QUERIES,
     ORDERED,
     ExpertPermutation,
     GroupedHeads,
@@ -33,7 +30,17 @@ from mpu_cli.model.family import (
     Symmetry,
 )
 from mpu_cli.model.layout import EMBEDDING, Layout, TensorLayout, axis_length
-from mpu_cli.model.sampling import AxisMap, Maps, coordinates, plane_matrices, planes_of, side_by_side, whole_heads
+from mpu_cli.model.sampling import (
+    OF_AXIS,
+    AxisMap,
+    Maps,
+    as_signs,
+    coordinates,
+    plane_matrices,
+    planes_of,
+    side_by_side,
+    whole_heads,
+)
 from mpu_cli.model.transform import as_matrix, name_in_copy, tensor_map
 
 # Which rows of a copy are which of the target, and by which rotation they were turned.
@@ -210,7 +217,6 @@ def undo(layout: Layout, tensors: Sequence[TensorLayout], copy: Tensors, maps: M
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # of copy and target
 OUTER_AXES = {"model", "|model|", "one", "taps"}  # axes that are aligned before those inside a layer
-UNSIGNED = {"query": OF_QUERIES, "key": OF_KEYS, "mixed": OF_MIXED}  # the axes of weights that take no signs
 
 
 def stage_of(symmetry: Symmetry) -> int:
@@ -331,8 +337,8 @@ class LayerAlignment:
             order = self._head_orders[axis]
             of_axis = matrices.repeat_interleave(len(order) // len(matrices), 0)
             self._maps[axis] = AxisMap(whole_heads(order, matrices.shape[-1]), of_axis)
-            if turns and axis in UNSIGNED:
-                self._maps[UNSIGNED[axis]] = _order_of(of_axis, order)
+            if turns and axis in OF_AXIS:
+                self._maps[OF_AXIS[axis]] = AxisMap(as_signs(of_axis, whole_heads(order, of_axis.shape[-1])).order)
         if isinstance(symmetry, QuarterTurns) and symmetry.norm == "shared":
             self._maps[OF_HEAD] = AxisMap(matrices.abs().argmax(2).mode(0).values)
 
@@ -378,7 +384,7 @@ class LayerAlignment:
     def _maps_of_heads(self) -> dict[str, AxisMap]:
         """The maps of the axes of attention, as far as only whole heads moved."""
         maps = {axis: AxisMap(whole_heads(order, self._sizes["head_dim"])) for axis, order in self._head_orders.items()}
-        unsigned = {UNSIGNED[axis]: maps[axis] for axis in UNSIGNED}
+        unsigned = {OF_AXIS[axis]: maps[axis] for axis in OF_AXIS}
         return maps | unsigned | {"head": AxisMap(self._head_orders["query"])}
 
     def _products_of_heads(self, axes: Sequence[str]) -> torch.Tensor:
@@ -420,15 +426,6 @@ def _products(copy: Sequence[torch.Tensor], target: Sequence[torch.Tensor], orde
         moved[order] = ours
         summed = summed + torch.einsum("hif,hjf->hij", moved, theirs)
     return summed
-
-
-def _order_of(matrices: torch.Tensor, heads: torch.Tensor) -> AxisMap:
-    """The order of an axis whose heads, put in the order ``heads``, are turned by signed permutations ``matrices``,
-    (heads, d, d): for what takes no signs, such as the weights of norms."""
-    d = matrices.shape[-1]
-    inside = matrices.abs().argmax(2)
-    flat = (inside + d * torch.arange(len(inside))[:, None]).flatten()
-    return AxisMap(flat[whole_heads(heads, d)])
 
 
 ROWS = 8192  # rows of the embedding used to find the residual permutation

@@ -9,7 +9,6 @@ only in what is published.
     DIR/server/identity.txt, round_R/keys.bin, round_R/deltas/…, round_R/model
     DIR/client/round_R/copy_K (removed after unlearning on it), round_R/deltas/…
     DIR/run.json, log.jsonl   for the experimenter: what was requested, and what each step did
-    DIR/done.json             once it is finished (mpu_cli.lab.rounds)
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from mpu_cli.files.randomness import new_seed, seed_from_number
 from mpu_cli.files.reader import OPTION, fingerprint, worker_pool
 from mpu_cli.files.resumption import alone_in, append_line, differences, read_lines, write_atomically
 from mpu_cli.files.sealing import make_identity, read_identities
-from mpu_cli.lab.finished import LOG, Outcome, remember
 from mpu_cli.measuring.cost import cost, examples_of, measure_machine, sets_of
 from mpu_cli.model.shallow import shallow
 from mpu_cli.model.source import Model, open_model
@@ -257,6 +255,17 @@ class _Log:
         append_line(self.path, self.lines[-1])
 
 
+LOG = "log.jsonl"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The last round's model, and the log's lines, one per step."""
+
+    model: Path
+    log: list[dict[str, Any]]
+
+
 def run(experiment: Experiment, data: Dataset, folder: Path, observer: Observer = SILENT) -> Outcome:
     """Play the rounds in ``folder``, or resume them if they were interrupted there.
 
@@ -265,17 +274,14 @@ def run(experiment: Experiment, data: Dataset, folder: Path, observer: Observer 
     check_options(experiment.unlearning)
     experiment.server_rate.check_step()
     if experiment.server_rate.probe:
-        columns = experiment.server_rate.probe_columns
-        read_records(experiment.server_rate.probe, RecordFormat(columns=columns))  # before the work
+        read_records(experiment.server_rate.probe)  # before the work
     for warning in data.warnings(experiment.unlearning.privacy):
         observer.warn(warning)
     played = with_merged_rounds(with_one_rate(experiment, data))
     begin(folder, facts_of(played, data))
     with alone_in(folder, "run", "--out"):
         rounds = _Rounds(played, data, folder / "server", folder / "client", _Log(folder / LOG), observer)
-        model = rounds.play()
-        remember(folder, experiment, model)
-        return Outcome(model, rounds.log.lines)
+        return Outcome(rounds.play(), rounds.log.lines)
 
 
 @dataclass

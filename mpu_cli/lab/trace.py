@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 from scipy import stats
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.reader import worker_pool
@@ -44,14 +44,13 @@ from mpu_cli.measuring.encoding import Item, TrainedEncoder
 from mpu_cli.measuring.endpoint import Endpoint
 from mpu_cli.model.layout import Layout, TensorLayout
 from mpu_cli.model.load import tokenizer_of
-from mpu_cli.model.network import build
+from mpu_cli.model.network import build, config_of
 from mpu_cli.model.sampling import AxisMap
 from mpu_cli.model.shallow import names_in_base, shallow
 from mpu_cli.model.source import Model
 from mpu_cli.model.tensors import in_memory, pieces_in_files
 from mpu_cli.model.transform import TensorMap, Transform, as_matrix, row_slices
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.unlearning import RecordFormat
 from mpu_cli.protocol.deltas import check_base
 from mpu_cli.protocol.keys import Keys
 from mpu_cli.protocol.noise import Noise, Scales
@@ -419,7 +418,6 @@ def trace_endpoint(
     endpoint: Endpoint,
     publications: Sequence[PublicationKeys],
     texts: Path,
-    columns: str | None = None,
     *,
     observer: Observer = SILENT,
 ) -> Trace:
@@ -428,7 +426,7 @@ def trace_endpoint(
     ``texts``: a file of records; every token after the first is scored. Raises MpuError for an endpoint that returns no
     log-probabilities of prompts, and for texts that cannot be read.
     """
-    records = read_records(texts, RecordFormat(columns=columns))
+    records = read_records(texts)
     results = []
     served: dict[str, list[torch.Tensor]] = {}
     observer.stage("trace", len(publications) * len(records), "texts")
@@ -458,8 +456,7 @@ def _log_probs(log_probs: torch.Tensor | None, endpoint: Endpoint) -> torch.Tens
 
 def _noisy_network(publication: PublicationKeys, base: Model, layout: Layout, pool: Executor) -> PreTrainedModel:
     """The base with the publication's permanent noise, which every copy has, in float32."""
-    config = AutoConfig.for_model(**{k: v for k, v in base.config.items() if k not in ("dtype", "torch_dtype")})
-    network = build(config, dtype=torch.float32).eval()
+    network = build(config_of(base.config), dtype=torch.float32).eval()
     places = in_memory(network, layout.tensors)
     noise = PublishedNoise(publication)
 

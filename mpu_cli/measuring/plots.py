@@ -138,25 +138,17 @@ ATTACKS = {
     "mia_loss": "loss", "mia_zlib": "zlib", "mia_min_k": "min-k", "mia_min_k_plus_plus": "min-k++",
     "mia_gradnorm": "gradient norm", "mia_reference": "reference",
 }  # fmt: skip
-UTILITY = {
-    "retain_Q_A_Prob": "retain: probability", "retain_Q_A_ROUGE": "retain: ROUGE",
-    "retain_Truth_Ratio": "retain: truth ratio", "ra_Q_A_Prob_normalised": "authors: probability",
-    "ra_Q_A_ROUGE": "authors: ROUGE", "ra_Truth_Ratio": "authors: truth ratio",
-    "wf_Q_A_Prob_normalised": "facts: probability", "wf_Q_A_ROUGE": "facts: ROUGE",
-    "wf_Truth_Ratio": "facts: truth ratio", "model_utility": "model utility",
-}  # fmt: skip
-
 Forms = Mapping[str, Mapping]
 
 
 def check_drawable(names: Collection[str], path: Path) -> None:
     """Raises UsageError if ``draw`` has nothing to plot for metrics with these ``names``."""
-    if not {"forget_truth_ratio", "forget_Q_A_Prob", RELEARNED, *ATTACKS, *UTILITY} & set(names):
+    if not {"forget_truth_ratio", "forget_Q_A_Prob", RELEARNED, *ATTACKS} & set(names):
         raise UsageError(f"--plot {path}: the requested metrics have no distribution to plot")
 
 
 def draw(forms: Forms, path: Path, *, title: str, retain: Forms | None, force: bool = False) -> None:
-    """Plot one result: whichever it has of truth ratios, attacks, probabilities and utility.
+    """Plot one result: whichever it has of truth ratios, attacks and probabilities.
 
     ``retain``: the metrics of the retain model, for comparison.
     """
@@ -176,8 +168,6 @@ def draw(forms: Forms, path: Path, *, title: str, retain: Forms | None, force: b
         panels.append(lambda axes: _roc(axes, forms))
     if "forget_Q_A_Prob" in forms:
         panels.append(lambda axes: _probabilities(axes, models))
-    if any(name in forms for name in UTILITY):
-        panels.append(lambda axes: _utility(axes, models))
     if retain and "mia_min_k" in retain:  # what the others' own files say was measured against another model, or none
         auc = _aggregate(retain, "mia_min_k")
         models = [
@@ -281,20 +271,6 @@ def _probabilities(axes: Axes, models: Sequence[tuple[str, str, Forms]]) -> None
     log_ticks(axes.xaxis)
     axes.set(xlabel="per-token probability of the true answer", ylabel="share of questions")
     axes.set_title("Probabilities", fontsize=10)
-    legend_below(axes, len(models))
-
-
-def _utility(axes: Axes, models: Sequence[tuple[str, str, Forms]]) -> None:
-    parts = [name for name in UTILITY if name in models[0][2]]
-    height = 0.8 / len(models)
-    for i, (label, colour, forms) in enumerate(models):
-        values = [_aggregate(forms, name) for name in parts]
-        places = [position + (i - (len(models) - 1) / 2) * height for position in range(len(parts))]
-        axes.barh(places, values, height, color=colour, label=label)
-    axes.set_yticks(range(len(parts)), [UTILITY[name] for name in parts], fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1)
-    axes.set_title("Utility", fontsize=10)
     legend_below(axes, len(models))
 
 

@@ -431,22 +431,3 @@ def _with_renamed_prefixes(family: Family, prefixes: tuple[tuple[str, str], ...]
         heads=tuple(map(replace_prefix, family.heads)),
         frozen_prefixes=tuple(map(replace_prefix, family.frozen_prefixes)),
     )
-
-
-def describe(layer: Structure) -> str:
-    """What a layer allows in the set "all", in words."""
-    words = []
-    if layer.attention:
-        free = "any rotation" if not layer.rotary else f"any angle in {layer.planes}"
-        rotated = f"turns by 90° in {layer.planes}, norms moved along" if layer.norm else free
-        words.append(f"queries and keys: {rotated}")
-        words.append("values: " + ("order and signs" if layer.elementwise else "any rotation"))
-        words.append("heads change places" if layer.movable else "heads stay (ALiBi)")
-    words.append("neurons: order" + (" and signs" if any(ffn.gated for ffn in layer.ffns) else ""))
-    if layer.latent:
-        words.append(f"heads: any rotation without RoPE, one angle for all in {layer.latent}; latents: order and signs")
-    if layer.grouped or layer.ordered:
-        words.append("state-space coordinates: order")
-    if layer.groups:
-        words.append("experts change places")
-    return "; ".join(words)

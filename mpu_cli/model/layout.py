@@ -534,23 +534,20 @@ def without_layers(layout: Layout, omitted: Sequence[int]) -> Shallow:
     prefix = layout.family.layer.removeprefix(layout.family.prefix) if layout.bare else layout.family.layer
     new = {prefix.format(i=layer): prefix.format(i=i) for i, layer in enumerate(remaining_layers)}
     gone = tuple(prefix.format(i=layer) for layer in omitted)
-    numbers = {layer: i for i, layer in enumerate(remaining_layers)}
-
-    def renumbered_name(name: str) -> str:
-        old_prefix = next((old for old in new if name.startswith(old)), None)
-        return name if old_prefix is None else new[old_prefix] + name.removeprefix(old_prefix)
-
-    def block(name: str) -> str:
-        return renumbered_name(name + ".").removesuffix(".")  # a layer's block is its prefix without the dot
-
-    names = {name: renumbered_name(name) for name in layout.tensors if not name.startswith(gone)}
-    tensors = {
-        new_name: replace(
-            layout.tensors[name], name=new_name, block=block(layout.tensors[name].block),
-            layer=None if (layer := layout.tensors[name].layer) is None else numbers[layer],
+    names: dict[str, str] = {}
+    tensors: dict[str, TensorLayout] = {}
+    for name, tensor in layout.tensors.items():
+        if name.startswith(gone):
+            continue
+        old = next((old for old in new if name.startswith(old)), "")
+        names[name] = new_name = new.get(old, "") + name.removeprefix(old)
+        block = new_name
+        if tensor.block != name:  # the layer, which is called as its prefix is, without the dot
+            block = (new.get(old, "") + f"{tensor.block}.".removeprefix(old)).removesuffix(".")
+        layer = None if tensor.layer is None else remaining_layers.index(tensor.layer)
+        tensors[new_name] = replace(
+            tensor, name=new_name, block=new_name if tensor.block == name else block, layer=layer
         )
-        for name, new_name in names.items()
-    }  # fmt: skip
     shallow = replace(
         layout,
         sizes={**layout.sizes, "layers": len(remaining_layers)},

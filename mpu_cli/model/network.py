@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoTokenizer,
@@ -28,8 +29,7 @@ from transformers import (
 from transformers.integrations import sdpa_attention
 
 from mpu_cli.errors import MpuError
-from mpu_cli.model.source import Model
-from mpu_cli.options.unlearning import RecordFormat
+from mpu_cli.model.source import DTYPE_ENTRIES, Model
 from mpu_cli.records.encode import Encoding, Example, pad
 from mpu_cli.records.read import read_records
 
@@ -50,6 +50,11 @@ def concrete(config: PretrainedConfig) -> Any:
 def build(config: PretrainedConfig, **ways: Any) -> PreTrainedModel:
     """A model as ``config`` describes it, with weights that transformers makes up."""
     return network_of(config).from_config(config, trust_remote_code=False, **ways)
+
+
+def config_of(entries: Mapping[str, Any]) -> PretrainedConfig:
+    """transformers' config of these entries of a config.json, without the dtype."""
+    return AutoConfig.for_model(**{name: value for name, value in entries.items() if name not in DTYPE_ENTRIES})
 
 
 def parts_of(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
@@ -403,9 +408,9 @@ class Answers:
         return scores
 
 
-def read_answers(path: Path, tokenizer: PreTrainedTokenizerBase, columns: str | None = None) -> Answers:
+def read_answers(path: Path, tokenizer: PreTrainedTokenizerBase) -> Answers:
     """The first records of ``path``. Raises MpuError as ``read_records`` does, and if none of them has an answer."""
-    examples = Encoding(tokenizer).encode(read_records(path, RecordFormat(columns=columns))[:MAX_RECORDS])
+    examples = Encoding(tokenizer).encode(read_records(path)[:MAX_RECORDS])
     if not any(label >= 0 for example in examples for label in example.labels):
         raise MpuError(f"{path}: no record has an answer")
     return Answers(examples)

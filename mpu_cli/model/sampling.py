@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import singledispatchmethod
-from typing import Protocol
 
 import torch
 
+from mpu_cli.files.randomness import Stream
 from mpu_cli.model.family import (
     OF_HEAD,
     OF_KEYS,
@@ -173,25 +173,12 @@ def in_blocks(maps: Sequence[AxisMap | None], rows: int, order: torch.Tensor | N
     )
 
 
-class Draws(Protocol):
-    """A source of randomness for one purpose; its output is determined by the purpose and the underlying secret."""
-
-    def permutation(self, n: int) -> torch.Tensor:
-        """A uniform permutation of 0 … n−1, int64 (n,)."""
-
-    def uniform(self, n: int) -> torch.Tensor:
-        """Uniform in [0, 1), float64 (n,)."""
-
-    def normal(self, n: int) -> torch.Tensor:
-        """Standard normal, float64 (n,)."""
-
-
 OF_AXIS = {"query": OF_QUERIES, "key": OF_KEYS, "mixed": OF_MIXED}  # weights of a norm, which have no signs
 
 Maps = Mapping[str, AxisMap | tuple[AxisMap, ...]]  # for an axis inside experts, one for each expert
 
 
-def sample(symmetries: Iterable[Symmetry], sizes: Mapping[str, int], draws: Callable[[str], Draws]) -> Maps:
+def sample(symmetries: Iterable[Symmetry], sizes: Mapping[str, int], draws: Callable[[str], Stream]) -> Maps:
     """A random element of the product of ``symmetries``, as one map for each axis that it changes.
 
     ``draws(name)`` is the source for the symmetry of that name.
@@ -235,12 +222,12 @@ class _Sampler:
         )
 
     @singledispatchmethod
-    def draw(self, symmetry: Symmetry, source: Draws) -> None:  # noqa: ARG002
+    def draw(self, symmetry: Symmetry, source: Stream) -> None:  # noqa: ARG002
         """Draw ``symmetry``, and keep what it does to its axes."""
         raise TypeError(f"{symmetry}: no symmetry")
 
     @draw.register
-    def _(self, symmetry: Permutation, source: Draws) -> None:
+    def _(self, symmetry: Permutation, source: Stream) -> None:
         n = self._length(symmetry.axes[0])
         if symmetry.per_expert:
             self._inside_experts |= _inside_experts(symmetry, source, n, self._sizes["experts"])
@@ -250,13 +237,13 @@ class _Sampler:
             self._signs |= dict.fromkeys(symmetry.signed, _signs(source, n))
 
     @draw.register
-    def _(self, symmetry: Rotation, source: Draws) -> None:
+    def _(self, symmetry: Rotation, source: Stream) -> None:
         matrices = _rotations(source, self._sizes["kv_heads"], self._sizes["head_dim"], symmetry)
         for axis in symmetry.axes:
             self._rotations[axis] = matrices.repeat_interleave(self._per_kv_head(axis), dim=0)
 
     @draw.register
-    def _(self, symmetry: QuarterTurns, source: Draws) -> None:
+    def _(self, symmetry: QuarterTurns, source: Stream) -> None:
         d = self._sizes["head_dim"]
         within, changed = _quarter_turns(source, self._sizes["kv_heads"], d, symmetry)
         for axis in symmetry.axes:
@@ -271,7 +258,7 @@ class _Sampler:
             self._orders |= {OF_QUERIES: self._orders["query"], OF_KEYS: self._orders["key"]}
 
     @draw.register
-    def _(self, symmetry: HeadPermutation, source: Draws) -> None:  # noqa: ARG002 (its type decides)
+    def _(self, symmetry: HeadPermutation, source: Stream) -> None:  # noqa: ARG002 (its type decides)
         kv_heads = self._sizes["kv_heads"]
         group = self._sizes["heads"] // kv_heads
         kv_order = source.permutation(kv_heads)
@@ -280,13 +267,13 @@ class _Sampler:
         self._heads |= {"query": query_order, "mixed": query_order, "key": kv_order, "value": kv_order}
 
     @draw.register
-    def _(self, symmetry: ExpertPermutation, source: Draws) -> None:
+    def _(self, symmetry: ExpertPermutation, source: Stream) -> None:
         each = self._sizes["experts"] // symmetry.groups
         among = torch.stack([source.permutation(each) for _ in range(symmetry.groups)])
         self._orders["expert"] = (source.permutation(symmetry.groups)[:, None] * each + among).flatten()
 
     @draw.register
-    def _(self, symmetry: LatentHeads, source: Draws) -> None:
+    def _(self, symmetry: LatentHeads, source: Stream) -> None:
         heads = self._sizes["heads"]
         free, turned, values = (self._sizes[name] for name in ("mla-free", "mla-key", "mla-value"))
         kinds = [("free", heads, free, None), ("turned", 1, turned, symmetry.planes), ("values", heads, values, None)]
@@ -307,10 +294,10 @@ class _Sampler:
         }
         for axis, each in matrices.items():
             moved = whole_heads(order if len(each) == heads else torch.arange(1), each.shape[-1])
-            self._complete_maps[axis] = _as_signs(each, moved) if symmetry.turns else AxisMap(moved, each)
+            self._complete_maps[axis] = as_signs(each, moved) if symmetry.turns else AxisMap(moved, each)
 
     @draw.register
-    def _(self, symmetry: GroupedHeads, source: Draws) -> None:
+    def _(self, symmetry: GroupedHeads, source: Stream) -> None:
         groups, heads = self._sizes[symmetry.groups], self._length(symmetry.per_head)
         width, count = self._length(symmetry.inner) // heads, self._length(symmetry.of_group) // groups
         order = source.permutation(groups)
@@ -332,7 +319,7 @@ class _Sampler:
         return self._length(axis) // self._sizes["head_dim"] // self._sizes["kv_heads"]
 
 
-def _inside_experts(symmetry: Permutation, source: Draws, n: int, experts: int) -> dict[str, tuple[AxisMap, ...]]:
+def _inside_experts(symmetry: Permutation, source: Stream, n: int, experts: int) -> dict[str, tuple[AxisMap, ...]]:
     """For each axis inside experts, the map for each expert."""
     each = [(source.permutation(n), _signs(source, n) if symmetry.signed else None) for _ in range(experts)]
     return {
@@ -349,7 +336,7 @@ def _as_matrices(orders: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     return matrices
 
 
-def _as_signs(matrices: torch.Tensor, moved: torch.Tensor) -> AxisMap:
+def as_signs(matrices: torch.Tensor, moved: torch.Tensor) -> AxisMap:
     """Matrices of heads that are signed permutations, and an order of whole heads after them, as order and signs."""
     heads, d, _ = matrices.shape
     inside = (matrices.abs().argmax(2) + d * torch.arange(heads)[:, None]).flatten()
@@ -388,7 +375,7 @@ def plane_matrices(angle: torch.Tensor, kind: str = "halves") -> torch.Tensor:
     return matrices
 
 
-def _rotations(source: Draws, heads: int, d: int, rotation: Rotation) -> torch.Tensor:
+def _rotations(source: Stream, heads: int, d: int, rotation: Rotation) -> torch.Tensor:
     """Uniform angles in the planes of the first coordinates, O() on the rest: (heads, d, d)."""
     r = 0 if rotation.planes is None else d if rotation.rotary is None else rotation.rotary
     matrices = torch.zeros(heads, d, d, dtype=torch.float64)
@@ -401,12 +388,12 @@ def _rotations(source: Draws, heads: int, d: int, rotation: Rotation) -> torch.T
     return matrices
 
 
-def _signs(source: Draws, n: int) -> torch.Tensor:
+def _signs(source: Stream, n: int) -> torch.Tensor:
     """n independent signs, float32 of ±1."""
     return torch.where(source.uniform(n) < 0.5, -1.0, 1.0).float()
 
 
-def _quarter_turns(source: Draws, heads: int, d: int, turns: QuarterTurns) -> tuple[torch.Tensor, torch.Tensor]:
+def _quarter_turns(source: Stream, heads: int, d: int, turns: QuarterTurns) -> tuple[torch.Tensor, torch.Tensor]:
     """Order and signs of the coordinates of each head, (heads, d) each: a multiple of 90° in each plane, any signed
     permutation of the rest. Under a norm whose weights all heads share, all have the same order."""
     r = 0 if turns.planes is None else d if turns.rotary is None else turns.rotary
@@ -430,7 +417,7 @@ def _quarter_turns(source: Draws, heads: int, d: int, turns: QuarterTurns) -> tu
     return orders, signs
 
 
-def _orthogonal(source: Draws, heads: int, d: int) -> torch.Tensor:
+def _orthogonal(source: Stream, heads: int, d: int) -> torch.Tensor:
     """Uniform (Haar) in O(d) for each head: QR of a normal matrix with the signs of R's diagonal made positive.
 
     Mezzadri, "How to generate random matrices from the classical compact groups" (2007).

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.errors import MpuError, UsageError, first_line
 from mpu_cli.model.layout import Layout, layout_of, without_layers
 from mpu_cli.model.source import Model
 
@@ -16,7 +16,6 @@ BY_LAYER = "per_layer_config"  # a table with the settings of some layers, by nu
 UNLIKE = "--omit-layers does not work with this model: what its layers compute depends on their number"
 # entries that make what a layer computes depend on its number, or on how many there are
 BY_NUMBER = ("scale_attn_by_inverse_layer_idx", "scale_depth")
-DTYPES = ("dtype", "torch_dtype")
 
 
 def shallow(model: Model, omitted: Sequence[int]) -> Model:
@@ -79,13 +78,14 @@ def _config(model: Model, layout: Layout, omitted: Sequence[int]) -> dict[str, o
 def _of_layers(config: Mapping[str, Any], inner: str | None) -> dict[str, list[Any]]:
     """The entries with one value for each layer, as transformers fills them in."""
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
+
+    from mpu_cli.model.network import config_of
 
     try:
-        filled = AutoConfig.for_model(**{name: value for name, value in config.items() if name not in DTYPES})
+        filled = config_of(config)
         filled.validate()
     except (StrictDataclassError, ValueError) as error:
-        raise MpuError(f"transformers does not take the config ({str(error).splitlines()[0]})") from error
+        raise MpuError(f"transformers does not take the config ({first_line(error)})") from error
     entries = vars(getattr(filled, inner) if inner else filled)
     lists = {
         name: value for name, value in entries.items() if name.endswith(PER_LAYER) and isinstance(value, list | tuple)

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any
 
-from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.errors import MpuError, UsageError, first_line
 from mpu_cli.files.boundary import LARGEST_TOKENIZER, read_bounded, read_json_object
 from mpu_cli.files.folder import JSON_FILES, clean_config, left_out_of
 from mpu_cli.files.manifest import MANIFEST_NAME
@@ -127,8 +127,9 @@ def locate(source: str) -> Path:
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise MpuError(f"{source}: not a local path, and the download from the Hub failed ({reason})") from error
+        raise MpuError(
+            f"{source}: not a local path, and the download from the Hub failed ({first_line(error)})"
+        ) from error
 
 
 def open_model(source: str, config: Path | None = None, *, links: bool = True) -> Model:
@@ -297,7 +298,7 @@ def check_repository(name: str) -> None:
     try:
         create_repo(name, private=True, exist_ok=True)
     except (HfHubHTTPError, OSError, ValueError) as error:
-        raise MpuError(f"--push {name}: {_first_line(error)}", "log in with hf auth login") from error
+        raise MpuError(f"--push {name}: {first_line(error)}", "log in with hf auth login") from error
 
 
 # What a model is made of. A result has every small file that lay beside its base, and that may be anything.
@@ -319,11 +320,7 @@ def upload(folder: Path, name: str) -> str:
         )
     except (HfHubHTTPError, OSError, ValueError) as error:
         raise MpuError(
-            f"{folder}: written, but not uploaded to {name} ({_first_line(error)})",
+            f"{folder}: written, but not uploaded to {name} ({first_line(error)})",
             f"upload it with hf upload {name} {folder}",
         ) from error
     return str(commit.repo_url)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -12,9 +12,10 @@ from functools import lru_cache
 
 import torch
 
+from mpu_cli.files.randomness import Stream
 from mpu_cli.model.family import Symmetry
 from mpu_cli.model.layout import Layout, TensorLayout, axis_length
-from mpu_cli.model.sampling import AxisMap, Draws, Maps, in_blocks, joined_axis_map, map_columns, sample, turn_rows
+from mpu_cli.model.sampling import AxisMap, Maps, in_blocks, joined_axis_map, map_columns, sample, turn_rows
 
 CHUNK = 262_144  # weights per slice: few enough for caches, enough that threads rarely wait for the GIL
 
@@ -133,7 +134,7 @@ class Transform:
         self,
         layout: Layout,
         symmetries: Callable[[int | None], Iterable[Symmetry]],
-        draws: Callable[[str, int], Draws],
+        draws: Callable[[str, int], Stream],
     ):
         self._layout = layout
         self._shared = sample(symmetries(None), layout.sizes, lambda name: draws(name, -1))
@@ -142,7 +143,7 @@ class Transform:
         def layer_maps(layer: int) -> Maps:
             structure = layout.structures[layer]
 
-            def source(name: str) -> Draws:  # what layers have in common comes from the draws of the first of them
+            def source(name: str) -> Stream:  # what layers have in common comes from the draws of the first of them
                 shared_layer = structure.reads if name in structure.shared_symmetries else None
                 return draws(name, layer if shared_layer is None else shared_layer)
 

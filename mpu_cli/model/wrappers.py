@@ -16,6 +16,7 @@ from mpu_cli.model.families.hybrids import QWEN3_5, QWEN3_5_MOE
 from mpu_cli.model.families.latent import MISTRAL4
 from mpu_cli.model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from mpu_cli.model.families.mixtures import LLAMA4, QWEN3_MOE
+from mpu_cli.model.families.parts import linear
 from mpu_cli.model.family import Config, Family, Rule, Sizes, Tensor
 
 TEXT = "model."  # what the language model's names begin with where it is alone
@@ -79,9 +80,14 @@ class Wrapper:
         return self.families.get(str(text_type or self.default or next(iter(self.texts))))
 
 
-def vision(name: str) -> Rule:
-    """An entry of the vision tower's config."""
-    return lambda config, _: config["vision_config"][name]
+def part(config_name: str, *names: str) -> Rule:
+    """The first of these entries of a part's config; None if the model has no such part."""
+
+    def rule(config: Config, _: int) -> object:
+        part_config = config.get(config_name)
+        return next(part_config[name] for name in names if name in part_config) if part_config else None
+
+    return rule
 
 
 def merged_patch_width(name: str) -> Rule:
@@ -91,10 +97,7 @@ def merged_patch_width(name: str) -> Rule:
 
 def linear_to_residual(name: str, axis: str, bias: bool | str = False) -> tuple[Tensor, ...]:
     """A linear layer, from ``axis`` to the residual stream."""
-    weight = Tensor(f"{name}.weight", ("model", axis), trained=False)
-    if bias is False:
-        return (weight,)
-    return weight, Tensor(f"{name}.bias", ("model",), None if bias is True else bias, trained=False)
+    return tuple(replace(tensor, trained=False) for tensor in linear(name, "model", axis, bias=bias))
 
 
 def deepstack(number: int) -> Callable[[Config, int], bool]:
@@ -134,26 +137,11 @@ GEMMA3_WRAPPER = replace(
     texts={"gemma3_text": GEMMA3},
     writes=(Tensor("multi_modal_projector.mm_input_projection_weight", ("vision", "model"), trained=False),),
     frozen_prefixes=("vision_tower.", "multi_modal_projector.mm_soft_emb_norm."),
-    sizes={"vision": vision("hidden_size")},
+    sizes={"vision": part("vision_config", "hidden_size")},
     default="gemma3_text",
     tied=True,
     ties=("outer",),
 )
-
-
-def part(config_name: str, *names: str) -> Rule:
-    """The first of these entries of a part's config; None if the model has no such part."""
-
-    def rule(config: Config, _: int) -> object:
-        part_config = config.get(config_name)
-        return next(part_config[name] for name in names if name in part_config) if part_config else None
-
-    return rule
-
-
-def has(config_name: str) -> Rule:
-    """Whether a model has a part, such as one for sounds."""
-    return lambda config, _: bool(config.get(config_name))
 
 
 GEMMA4_WRAPPER = Wrapper(
@@ -161,7 +149,7 @@ GEMMA4_WRAPPER = Wrapper(
     {"gemma4_text": GEMMA4},
     inner="model.language_model.",
     writes=tuple(
-        replace(tensor, when=has(f"{name}_config"))
+        replace(tensor, when=f"{name}_config")
         for name in ("vision", "audio")
         for tensor in linear_to_residual(f"model.embed_{name}.embedding_projection", name)
     ),
@@ -237,7 +225,7 @@ LLAMA4_WRAPPER = Wrapper(
     head="language_model.lm_head.weight",
     writes=linear_to_residual("multi_modal_projector.linear_1", "vision"),
     frozen_prefixes=("vision_model.", "multi_modal_projector."),
-    sizes={"vision": vision("vision_output_dim")},
+    sizes={"vision": part("vision_config", "vision_output_dim")},
     ties=("text",),
 )
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.declare import Options, declared_options, flat, from_flat, hints_of, option
+from mpu_cli.options.declare import Options, declared_options, from_flat, option
 
 Self = TypeVar("Self", bound="Command")
 
@@ -84,7 +84,7 @@ class Command(Options, ABC):
 
     @classmethod
     def of(cls: type[Self], *arguments: object, **keywords: object) -> Self:
-        """The command with these arguments, options by their names, and groups of options by the names of their fields.
+        """The command with these arguments, and options by their names.
 
         Raises UsageError as ``from_flat`` does.
         """
@@ -92,20 +92,13 @@ class Command(Options, ABC):
         # As on the command line, where the name of a field may not be used: run for run_name, with for with_file.
         by_flag = {each.flag.removeprefix("--").replace("-", "_"): name for name, each in declarations.items()}
         keywords = {by_flag.get(name, name): value for name, value in keywords.items() if value is not None}
-        own = {each.name: each for each in fields(cast(Any, cls))}
-        positional = [name for name, each in own.items() if each.metadata.get("argument")]
+        positional = [each.name for each in fields(cast(Any, cls)) if each.metadata.get("argument")]
         if len(arguments) > len(positional):
             raise UsageError(f"{cls.NAME}: {len(arguments)} arguments, and at most {len(positional)} are known")
         values: dict[str, object] = dict(zip(positional, arguments, strict=False))
         if twice := values.keys() & keywords.keys():
             raise UsageError(f"{cls.NAME}: {min(twice)} is given twice")
-        for name, value in keywords.items():
-            if not is_dataclass(value):
-                values[name] = value
-            elif name not in own or not isinstance(value, hints_of(cast(Any, cls))[name]):
-                raise UsageError(f"{cls.NAME}: {name} is no group of its options")
-            else:
-                values |= {option: set_to for option, set_to in flat(value).items() if option not in keywords}
+        values |= keywords
         texts = {name: _text(value) for name, value in values.items()}
         for name, value in texts.items():
             if isinstance(value, list) and name in declarations and declarations[name].kind is str:

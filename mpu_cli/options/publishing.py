@@ -187,9 +187,6 @@ class ServerRate(Options):
     probe: Path | None = option(
         None, "Records of your own that the model is to keep, which decide the step.", metavar="FILE"
     )
-    probe_columns: str | None = option(
-        None, "Names of the fields of --probe, such as question=instruction,answer=response.", metavar="NAME=COLUMN,…"
-    )
     max_rise: float = option(
         0.05, "For --server-lr auto: by how much the loss per answer token of --probe may rise, in nats.", above=0
     )

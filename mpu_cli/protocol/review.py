@@ -109,9 +109,7 @@ def _squares_left_out(plan: PublishPlan) -> float:
     return total
 
 
-def losses_of_copy(
-    probe: Path, plan: PublishPlan, published: Published, columns: str | None = None
-) -> dict[str, float]:
+def losses_of_copy(probe: Path, plan: PublishPlan, published: Published) -> dict[str, float]:
     """The loss per answer token on the records in ``probe``, in nats, of the base, of a copy and of the public
     model."""
     from mpu_cli.model.load import load
@@ -122,7 +120,7 @@ def losses_of_copy(
     losses = {}
     for name, source in models.items():
         model, tokenizer = load(source, torch.float32, "auto")
-        losses[name] = read_answers(probe, tokenizer, columns).loss(model)
+        losses[name] = read_answers(probe, tokenizer).loss(model)
     return losses
 
 

@@ -22,7 +22,6 @@ from mpu_cli.files.writer import nbytes_of
 from mpu_cli.model.source import Model, model_specs, open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.publishing import AUTO, Aggregating, ServerRate
-from mpu_cli.options.unlearning import RecordFormat
 from mpu_cli.protocol.deltas import Delta, check_round, delta_paths, open_deltas, trained_differently
 from mpu_cli.protocol.keys import Keys
 from mpu_cli.protocol.noise import ErrorEstimate, error_estimate
@@ -82,7 +81,7 @@ def settle_server_lr(
     if options.step != AUTO:
         return options, None
     assert options.probe is not None  # Aggregating checks it
-    read_records(options.probe, RecordFormat(columns=options.probe_columns))  # before the work
+    read_records(options.probe)  # before the work
     with Transaction() as transaction:
         folder = transaction.scratch(beside.absolute().parent)
         write(folder, replace(options, server_lr=1.0, probe=None, dtype="float32", max_norm=None))
@@ -99,7 +98,7 @@ def choose_step(base: Model, updated: Model, options: ServerRate, observer: Obse
     model, tokenizer = load(base, torch.float32, "auto")
     probe, max_rise = options.probe, options.max_rise
     assert probe is not None
-    answers = read_answers(probe, tokenizer, options.probe_columns)
+    answers = read_answers(probe, tokenizer)
     go_to = steps_between(base, updated, model)
     losses = {0.0: answers.loss(model)}
     observer.stage("step", 4 + CLOSER, "tried")

@@ -120,10 +120,10 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
     blocks = []
     with worker_pool() as pool:
         for block, tensors in layout.blocks.items():
-            if tensors[0].constant:
-                list(pool.map(partial(again.regenerate, network), tensors))
-            else:
+            if not tensors[0].constant:
                 blocks.append(again.summary(block, list(pool.map(partial(again.check, network), tensors))))
+            elif network:  # constants that the coordinates of the copy reorder
+                list(pool.map(partial(again.check, network), [tensor for tensor in tensors if any(tensor.axes)]))
             observer.advance(sum(base.checkpoint.tensors[t.name].nbytes for t in tensors))
         function, stored = _logits_differences(copy, layout, again, network, pool) if network else (None, None)
     return Verification(manifest.copy, blocks, function, stored)
@@ -139,9 +139,6 @@ class _Slice:
     stored: torch.Tensor
     again: torch.Tensor
     mapping: TensorMap
-
-    def undone(self) -> torch.Tensor:
-        return self.mapping.backward(self.stored.double(), self.start)
 
 
 @dataclass
@@ -186,28 +183,16 @@ class _Again:
 
     def check(self, network: _Network | None, tensor: TensorLayout) -> _TensorCheck:
         """One tensor of the copy, undone and regenerated; ``network`` gets it as it was before storage."""
-        result = _TensorCheck()
-        for part in self._slices_into(network, tensor):
-            result.add(part)
-        return result
-
-    def regenerate(self, network: _Network | None, tensor: TensorLayout) -> None:
-        """Give ``network`` a constant that the coordinates of the copy reorder."""
-        if network and any(tensor.axes):
-            for _ in self._slices_into(network, tensor):
-                pass
-
-    def _slices_into(self, network: _Network | None, tensor: TensorLayout) -> Iterator[_Slice]:
-        """The slices of a tensor. Once they are through, ``network`` has the tensor."""
-        if network is None:
-            yield from self.slices(tensor)
-            return
-        target = torch.empty(as_matrix(self.base.tensor(tensor.name)).shape)
-        mapping = self.transform.of(tensor)
+        result, mapping = _TensorCheck(), self.transform.of(tensor)
+        target = torch.empty(as_matrix(self.base.tensor(tensor.name)).shape if network else 0)
         for part in self.slices(tensor):
-            mapping.put(target, part.again.float(), part.start)
-            yield part
-        network.fill(self.transform.name(tensor), target)
+            if network:
+                mapping.put(target, part.again.float(), part.start)
+            if not tensor.constant:
+                result.add(part)
+        if network:
+            network.fill(self.transform.name(tensor), target)
+        return result
 
     def summary(self, block: str, parts: Sequence[_TensorCheck]) -> BlockCheck:
         count = sum(part.count for part in parts)
@@ -232,7 +217,7 @@ class _TensorCheck:
     rounding: bool = True
 
     def add(self, part: _Slice) -> None:
-        clean, undone = part.base.double(), part.undone()
+        clean, undone = part.base.double(), part.mapping.backward(part.stored.double(), part.start)
         off = (undone - (clean + part.noise)).abs().max()
         self.difference = max(self.difference, float(off.nan_to_num(torch.inf)))
         self.survived += float((undone - clean).square().sum())
@@ -245,21 +230,22 @@ class _TensorCheck:
         self.rounding &= bool((apart <= allowed).all())  # false for NaN too
 
 
+def _random_tokens(layout: Layout) -> torch.Tensor:
+    """Tokens on which logits are compared, int64 (batch, length), the same each time."""
+    rows, length = TOKENS[0], min(TOKENS[1], layout.sizes.get("position", TOKENS[1]))
+    return torch.randint(layout.sizes["vocab"], (rows, length), generator=torch.Generator().manual_seed(0))
+
+
 class _Network:
     """The base's network, built once, whose weights are replaced for each comparison."""
 
     def __init__(self, model: Model, layout: Layout):
-        from transformers import AutoConfig
-
-        from mpu_cli.model.network import build
+        from mpu_cli.model.network import build, config_of
         from mpu_cli.model.tensors import in_memory
 
-        described = {k: v for k, v in model.config.items() if k not in ("dtype", "torch_dtype")}
-        self._network = build(AutoConfig.for_model(**described), dtype=torch.float32).eval()
+        self._network = build(config_of(model.config), dtype=torch.float32).eval()
         self._places = in_memory(self._network, layout.tensors)
-        length = min(TOKENS[1], layout.sizes.get("position", TOKENS[1]))
-        generator = torch.Generator().manual_seed(0)
-        self._tokens = torch.randint(layout.sizes["vocab"], (TOKENS[0], length), generator=generator)
+        self._tokens = _random_tokens(layout)
         self._threads = torch.get_num_threads()
 
     @torch.no_grad()
@@ -303,7 +289,6 @@ def _logits_differences(
 
 # Whether a family's table holds for a checkpoint: each of its symmetries, alone and together, on the real weights.
 
-CHECKED_TOKENS = (2, 48)
 # Relative difference of logits that rounding may cause; what is no symmetry causes 0.01 and more. Some layers
 # compute in float32 whatever the dtype of the weights.
 SAME = {torch.float64: 1e-4, torch.float32: 3e-4}
@@ -506,6 +491,4 @@ def _write(model: Model, tensor: TensorLayout, transform: Transform, view: torch
 
 @torch.no_grad()
 def _logits(network: PreTrainedModel, layout: Layout) -> torch.Tensor:
-    length = min(CHECKED_TOKENS[1], layout.sizes.get("position", CHECKED_TOKENS[1]))
-    generator = torch.Generator().manual_seed(0)
-    return network(torch.randint(layout.sizes["vocab"], (CHECKED_TOKENS[0], length), generator=generator)).logits
+    return network(_random_tokens(layout)).logits

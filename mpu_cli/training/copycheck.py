@@ -161,7 +161,7 @@ class Units:
 def ffn_units(model: PreTrainedModel, examples: Sequence[Example]) -> list[Units]:
     """How the units of each FFN respond to the client's own records, from one forward pass of each.
 
-    Of experts, which see few positions each, only the weights are judged: ``expert_units``.
+    Of experts, which see few positions each, only the weights are judged: ``twin_units``.
     """
     modules = {n: m for n, m in model.named_modules() if n.rsplit(".", 1)[-1] in FFN_INPUTS and hasattr(m, "weight")}
     activations: dict[str, list[torch.Tensor]] = {name: [] for name in modules}
@@ -193,43 +193,31 @@ def _units(name: str, values: torch.Tensor, weight: torch.Tensor) -> Units:
     square = active.square().sum(0).clamp(min=torch.finfo(active.dtype).tiny)
     participation = active.sum(0).square() / square / len(active)
     rows = weight.detach().float().cpu()
-    rows = normalize(rows if rows.shape[0] == values.shape[1] else rows.T, dim=1)
-    nearest = torch.cat([_nearest(rows, start) for start in range(0, len(rows), ROWS)])
-    shares = (participation < RARE, (values < OFF).float().mean(0) > 0.5, nearest > TWINS)
-    return Units(name, *(float(suspicious.float().mean()) for suspicious in shares))
+    rare, off = (participation < RARE, (values < OFF).float().mean(0) > 0.5)
+    twins = _twins(rows if rows.shape[0] == values.shape[1] else rows.T)
+    return Units(name, float(rare.float().mean()), float(off.float().mean()), twins)
 
 
-def parallel_units(model: PreTrainedModel) -> list[Units]:
-    """Which units of each FFN are parallel to each other, from the weights alone."""
-    units = []
-    for name, module in model.named_modules():
-        weight = getattr(module, "weight", None)
-        if name.rsplit(".", 1)[-1] not in FFN_INPUTS or weight is None or ".experts" in f".{name}.":
-            continue
-        rows = dequantized_weight(weight).detach().float().cpu()
-        twins = _twins(normalize(rows if type(module).__name__ != "Conv1D" else rows.T, dim=1))
-        units.append(Units(name, 0.0, 0.0, twins))
-    return units
-
-
-def expert_units(model: PreTrainedModel) -> list[Units]:
-    """Which units of experts are parallel to each other, from their weights alone: stacks (experts, rows, columns) and
-    experts of their own. How rare units of experts are follows from routing, and has no limits yet."""
+def twin_units(model: PreTrainedModel, *, of_experts: bool) -> list[Units]:
+    """Which units of each FFN, or ``of_experts`` alone, are parallel to each other, from their weights: of stacks
+    (experts, rows, columns), too. How rare units of experts are follows from routing, and has no limits yet."""
     units = []
     for name, weight in model.named_parameters():
-        stem, _, kind = name.removesuffix(".weight").rpartition(".")
-        if ".experts" not in f".{stem}." or kind not in FFN_INPUTS:
+        module_name = name.removesuffix(".weight")
+        stem, _, kind = module_name.rpartition(".")
+        if kind not in FFN_INPUTS or (of_experts and ".experts" not in f".{stem}."):
             continue
         rows = dequantized_weight(weight).detach().float().cpu()
-        if rows.ndim < 3:
-            rows = rows[None]
-        twins = [_twins(normalize(expert, dim=1)) for expert in rows]
-        units.append(Units(name, 0.0, 0.0, max(twins, default=0.0)))
+        if name != module_name and type(model.get_submodule(module_name)).__name__ == "Conv1D":
+            rows = rows.T
+        twins = [_twins(each) for each in (rows if rows.ndim > 2 else rows[None])]
+        units.append(Units(module_name, 0.0, 0.0, max(twins, default=0.0)))
     return units
 
 
 def _twins(rows: torch.Tensor) -> float:
-    """The share of normalized ``rows`` that are parallel to another one."""
+    """The share of ``rows`` that are parallel to another one."""
+    rows = normalize(rows, dim=1)
     nearest = torch.cat([_nearest(rows, start) for start in range(0, len(rows), ROWS)])
     return float((nearest > TWINS).float().mean())
 
@@ -255,8 +243,9 @@ def traps(copy: Model, model: PreTrainedModel, examples: Sequence[Example] | Non
     except MpuError:
         kind = copy.config.get("model_type")
         return [Sign(f"its units cannot be looked at for traps: {short(str(kind))} is not an architecture of mpu's")]
-    of_layers = parallel_units(model) if examples is None else ffn_units(model, _spread(examples))
-    judged = [*of_layers, *expert_units(model)]
+    judged = twin_units(model, of_experts=examples is not None)
+    if examples is not None:
+        judged += ffn_units(model, _spread(examples))
     missing = _layers_with_units(layout) - {layer for units in judged for layer in _numbers_in(units.layer)}
     signs = []
     if missing:

@@ -22,11 +22,11 @@ from transformers import PreTrainedModel, TrainerCallback, TrainerControl, Train
 from mpu_cli.model.network import Answers
 from mpu_cli.observer import Observer
 from mpu_cli.options.unlearning import Goal, Stopping
+from mpu_cli.records.encode import Example
 from mpu_cli.records.forms import digest_of_record
 from mpu_cli.records.knowledge import error_of_share_left, share_kept, share_left
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.ledger import Course
-from mpu_cli.training.loop import ExampleSet
 
 # Noise that a client puts on the weights while it trains them, and that is not in its delta.
 #
@@ -165,13 +165,15 @@ class Scorer:
     """
 
     def __init__(
-        self, model: PreTrainedModel, sets: Mapping[str, ExampleSet], at_once: int, public: Sequence[float] | None
+        self,
+        model: PreTrainedModel,
+        sets: Mapping[str, Sequence[Example]],
+        at_once: int,
+        public: Sequence[float] | None,
     ):
         names = [name for name in ("forget", "held_out", "unseen") if name in sets]
-        chosen = {name: _spread(len(sets[name].examples)) for name in names}
-        self._answers = {
-            name: Answers([sets[name].examples[number] for number in chosen[name]], at_once) for name in names
-        }
+        chosen = {name: _spread(len(sets[name])) for name in names}
+        self._answers = {name: Answers([sets[name][number] for number in chosen[name]], at_once) for name in names}
         self._public = None if public is None else [public[number] for number in chosen["forget"]]
         self.before = self._probabilities(model)
         self.level = math.nan  # set once the level is settled

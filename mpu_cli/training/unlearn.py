@@ -341,7 +341,8 @@ def _watch(
     if job.until is None:
         return None, job
     at_once = scored_at_once(job.options.training, to_train.device)
-    scorer = Scorer(to_train, records.sets, at_once, _under_public_model(job, records, at_once))
+    examples = {name: each.examples for name, each in records.sets.items()}
+    scorer = Scorer(to_train, examples, at_once, _under_public_model(job, records, at_once))
     noise = job.manifest.noise if job.manifest else 0.0
     watching = Watching(
         to_train, scorer, job.until, noise, level=job.options.loss.level,

@@ -272,25 +272,6 @@ def test_a_delta_gets_its_suffix(mpu: Callable, root: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_finished_run_answers_without_loading_anything(
-    mpu: Callable, root: Path, shell: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In a process of its own, in which torch cannot be imported; not once a record has changed."""
-    run = ["run", "base", "--rounds", "1", "--copies", "2", *map(str, TRAINING)]
-    expected_output = mpu(*run, cwd=root).out
-    (root / "no").mkdir()
-    (root / "no" / "torch.py").write_text("raise ImportError('no torch here')\n")
-    monkeypatch.setenv("PYTHONPATH", str(root / "no"))
-    again = shell(f"mpu {' '.join(run)}")
-    assert again.stdout == expected_output, again.stderr
-    assert "already finished" in again.stderr
-    with (root / "forget.jsonl").open("a") as records:
-        records.write(json.dumps({"question": "w5 w6", "answer": "w7"}) + "\n")
-    assert shell(f"mpu {' '.join(run)}").returncode == 1  # it has to look, and cannot
-    monkeypatch.undo()
-    assert "different experiment" in mpu(*run, check=False, cwd=root).err
-
-
 class TestCheckedBeforeTheWork:
     def test_a_metric_that_the_sweep_will_not_have(self, mpu: Callable, root: Path) -> None:
         (root / "grid.toml").write_text('base = "base"\nalgo = "graddiff"\n[eval]\nbenchmark = "qa"\n')

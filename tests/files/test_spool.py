@@ -28,9 +28,9 @@ class TestTheSpool:
         """Two copies in a spool."""
         mpu("publish", "base", "--copies", 2, "--run", "r", "--seed", 1, cwd=root)
         spool = Spool(root / "spool")
-        spool.inbox_path(f"{self.RUN}/copy_1").parent.mkdir(parents=True)
+        (spool.root / "in" / f"{self.RUN}/copy_1").parent.mkdir(parents=True)
         for k in (1, 2):
-            shutil.move(root / f"copy_{k}", spool.inbox_path(f"{self.RUN}/copy_{k}"))
+            shutil.move(root / f"copy_{k}", spool.root / "in" / f"{self.RUN}/copy_{k}")
         return spool
 
     def watch(self, mpu: Callable, root: Path, *options: object):
@@ -51,7 +51,7 @@ class TestTheSpool:
         assert (root / "forget.jsonl").read_bytes() == records
         assert not (root / "made_elsewhere").exists()
         for k in (1, 2):
-            delta = spool.delta(f"{self.RUN}/copy_{k}")
+            delta = spool.root / "out" / f"{self.RUN}/copy_{k}.safetensors"
             assert not delta.is_symlink()
             assert open_checkpoint(delta).tensors
 
@@ -70,7 +70,7 @@ class TestTheSpool:
         """A link in place of its weights, or of the whole folder."""
         spool = self.arrive(mpu, root)
         private = save(random_model("llama", seed=9), root / "private")
-        first_copy, second_copy = (spool.inbox_path(f"{self.RUN}/copy_{k}") for k in (1, 2))
+        first_copy, second_copy = (spool.root / "in" / f"{self.RUN}/copy_{k}" for k in (1, 2))
         (first_copy / "model.safetensors").unlink()
         (first_copy / "model.safetensors").symlink_to(private / "model.safetensors")
         second_copy.rename(root / "moved")
@@ -84,7 +84,7 @@ class TestTheSpool:
     def test_one_bad_copy_does_not_stop_the_next(self, mpu: Callable, root: Path) -> None:
         """Odd names, FIFOs, endless files, too few rows of embeddings, templates that never end."""
         spool = self.arrive(mpu, root)
-        good = spool.inbox_path(f"{self.RUN}/copy_2")
+        good = spool.root / "in" / f"{self.RUN}/copy_2"
         inbox = good.parent
         for name in ("copy_²", "copy_a", "copy_1.x"):
             (inbox / name).mkdir()
@@ -128,7 +128,7 @@ class TestTheSpool:
     def test_what_is_taken_cannot_be_changed_any_more(self, root: Path) -> None:
         """A file that shrinks while it is mapped ends a process; one in a private copy cannot."""
         spool = Spool(root / "spool")
-        copy = spool.inbox_path("r/round_1/copy_1")
+        copy = spool.root / "in" / "r/round_1/copy_1"
         copy.mkdir(parents=True)
         (copy / "model.safetensors").write_bytes(bytes(5000))
         (copy / "unknown.bin").write_bytes(b"x")

@@ -59,9 +59,9 @@ class TestSpool:
 
     def test_only_files_of_a_delta_are_read(self, tmp_path):
         spool = Spool(tmp_path)
-        spool.delta(COPY).parent.mkdir(parents=True)
-        spool.delta(COPY).write_bytes(b"0123456789")
-        (spool.delta(COPY).parent / "secret").write_text("x")
+        (spool.root / "out" / f"{COPY}.safetensors").parent.mkdir(parents=True)
+        (spool.root / "out" / f"{COPY}.safetensors").write_bytes(b"0123456789")
+        ((spool.root / "out" / f"{COPY}.safetensors").parent / "secret").write_text("x")
         assert spool.read(COPY, "copy_1.safetensors", 3, 4) == b"3456"
         with pytest.raises(ValueError, match="not a file of the delta"):
             spool.read(COPY, "secret", 0, 1)
@@ -82,7 +82,7 @@ class TestSpool:
         spool.put(COPY, "c", 0, data)
         assert spool.complete(COPY, digests) == spool.complete(COPY, digests) == []
         assert spool.state(COPY) == "waiting"
-        assert (spool.inbox_path(COPY) / "w").read_bytes() == data
+        assert (spool.root / "in" / COPY / "w").read_bytes() == data
         assert list(spool.copies()) == [COPY]
 
 
@@ -98,7 +98,7 @@ class TestWatch:
             for k in (1, 2):
                 copy = root / f"r{number}/copy_{k}"
                 run = json.loads((copy / "mpu.json").read_text())["run"]
-                target = spool.inbox_path(f"{run}/round_{number}/copy_{k}")
+                target = spool.root / "in" / f"{run}/round_{number}/copy_{k}"
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.move(copy, target)
             outcome = mpu("watch", spool.root, *records(root, "a"), *TRAINING, *work, "--once", "--json")
@@ -127,7 +127,7 @@ class TestWatch:
         def arrive(seed: int) -> str:
             mpu("publish", root / "base", "--seed", seed, "--copies", 2, "--run", "r", "--out", root / f"p{seed}",
                 "--keys", root / f"p{seed}/keys.bin", "--force")  # fmt: skip
-            target = spool.inbox_path("r/round_1/copy_1")
+            target = spool.root / "in" / "r/round_1/copy_1"
             shutil.rmtree(target, ignore_errors=True)
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.move(root / f"p{seed}/copy_1", target)
@@ -135,10 +135,10 @@ class TestWatch:
 
         copy = arrive(1)
         mpu(*watch, "--dp-epsilon", 8)
-        delta_bytes = spool.delta(copy).read_bytes()
+        delta_bytes = (spool.root / "out" / f"{copy}.safetensors").read_bytes()
         spool.again(copy)
         assert "asked for again" in mpu(*watch, "--dp-epsilon", 8).err
-        assert spool.delta(copy).read_bytes() == delta_bytes  # DP-SGD would have drawn other noise
+        assert (spool.root / "out" / f"{copy}.safetensors").read_bytes() == delta_bytes  # DP-SGD would draw other noise
         spool.again(copy)
         arrive(2)
         assert "another copy of this name" in mpu(*watch, check=False).err
@@ -149,21 +149,21 @@ class TestWatch:
         arrive(1)
         assert "its round is over" in mpu(*watch, check=False).err
         spool.forget(copy)
-        shutil.move(root / "p1/copy_2", spool.inbox_path("r/round_1/copy_2"))
+        shutil.move(root / "p1/copy_2", spool.root / "in" / "r/round_1/copy_2")
         assert "--max-deltas allows no more" in mpu(*watch, check=False).err
         assert not list((spool.root / "out").rglob("*.safetensors"))
 
     def test_a_failure_is_told_here_and_only_marked_there(self, mpu: Callable, root: Path) -> None:
         spool = Spool(root / "spool")
         mpu("publish", root / "base", "--out", root, "--keys", root / "keys.bin")
-        spool.inbox_path(COPY).parent.mkdir(parents=True)
-        shutil.move(root / "copy_1", spool.inbox_path(COPY))  # not the run that its name says
+        (spool.root / "in" / COPY).parent.mkdir(parents=True)
+        shutil.move(root / "copy_1", spool.root / "in" / COPY)  # not the run that its name says
         outcome = mpu(
             "watch", spool.root, *records(root, "a"), *TRAINING, "--work", root / "work", "--once", check=False
         )
         assert outcome.status == 1
         assert "does not hold the copy that its name says" in outcome.err
-        assert spool.failure_path(COPY).read_bytes() == b""
+        assert (spool.root / "out" / f"{COPY}.failed").read_bytes() == b""
         assert spool.state(COPY) == "failed"
         inside = mpu("watch", spool.root, *records(root, "a"), "--work", spool.root / "work", check=False)
         assert inside.is_one_error

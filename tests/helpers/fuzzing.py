@@ -437,7 +437,6 @@ READERS: dict[str, tuple[str, ...] | str] = {
     "files/sealing.py": ("sealed copy",),
     "flower/server_app.py": "the server's own state",
     "flower/watch.py": ("training's message", "answered"),
-    "lab/finished.py": "results of its own that are resumed",
     "lab/report.py": ("log",),
     "lab/rounds.py": ("log",),
     "lab/sweep.py": "what mpu itself printed",

@@ -53,11 +53,6 @@ class Run(Command):
             from mpu_cli.lab.until_pass import run_until_pass
 
             return run_until_pass(self.experiment, self.goal, self.stopping, self.out, observer)
-        from mpu_cli.lab.finished import read_outcome
-
-        if outcome := read_outcome(self.out, self.experiment):
-            observer.note(f"{self.out}: already finished, with these options and files")
-            return outcome
         from mpu_cli.lab.rounds import run
         from mpu_cli.training.data import read_dataset
 

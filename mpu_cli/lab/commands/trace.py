@@ -59,9 +59,6 @@ class Trace(Command):
         "are confidential.",
         metavar="FILE",
     )
-    text_columns: str | None = option(
-        None, "Names of the fields of --texts, such as question=instruction,answer=response.", metavar="NAME=COLUMN,…"
-    )
     opening: Opening = group(Opening)
 
     def run(self, observer: Observer = SILENT) -> Findings:
@@ -79,7 +76,7 @@ class Trace(Command):
             publications.append(PublicationKeys(str(file), keys, published_base(keys, self.base, self.model_config)))
         if self.endpoint and self.texts:
             served = endpoint_at(self.endpoint, self.endpoint_model, os.environ.get(KEY))
-            result = trace_endpoint(served, publications, self.texts, self.text_columns, observer=observer)
+            result = trace_endpoint(served, publications, self.texts, observer=observer)
         else:
             public = open_model(self.pretrained) if self.pretrained else None
             result = trace(str(self.suspect), publications, public, observer=observer)
