@@ -14,7 +14,7 @@ from typing import Any
 from mpu_cli.errors import Stopped
 from mpu_cli.files.transaction import STOPPING, Transaction
 
-COLLECT = 10_000  # new objects; with Python's 700, a tenth of the time of importing transformers is collection
+GC_THRESHOLD = 10_000  # new objects; with Python's 700, a tenth of the time of importing transformers is collection
 
 
 def stop(number: int, _frame: FrameType | None) -> None:
@@ -30,7 +30,7 @@ def stop(number: int, _frame: FrameType | None) -> None:
 
 def main() -> None:
     """The console script ``mpu``."""
-    gc.set_threshold(COLLECT)
+    gc.set_threshold(GC_THRESHOLD)
     for number in STOPPING:
         if signal.getsignal(number) is not signal.SIG_IGN:  # respect nohup
             signal.signal(number, stop)

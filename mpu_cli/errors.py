@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 
-LONGEST = 2_000  # characters of a message
+MAX_MESSAGE = 2_000  # characters of a message
 
 
 class MpuError(Exception):
@@ -19,8 +19,8 @@ class MpuError(Exception):
 
     def __init__(self, problem: str, hint: str | None = None):
         problem = " ".join(line.strip() for line in problem.splitlines() if line.strip())  # of libraries, too
-        if len(problem) > LONGEST:  # names in a hostile file can be of any length
-            problem = f"{problem[: LONGEST - 500]} … {problem[-400:]}"
+        if len(problem) > MAX_MESSAGE:  # names in a hostile file can be of any length
+            problem = f"{problem[: MAX_MESSAGE - 500]} … {problem[-400:]}"
         super().__init__(problem, hint)
         self.problem, self.hint = problem, hint
 

@@ -21,7 +21,7 @@ from mpu_cli.cli.config import (
     without_switch,
 )
 from mpu_cli.cli.driver import function_of, in_two_levels
-from mpu_cli.cli.output import PROFILE, QUIET, is_switched_on, results_alone, warn
+from mpu_cli.cli.output import PROFILE, QUIET_VARIABLE, is_switched_on, results_alone, warn
 from mpu_cli.commands.aggregate import Aggregate
 from mpu_cli.commands.ask import Ask
 from mpu_cli.commands.audit_delta import AuditDelta
@@ -127,7 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
     debug = debug or is_switched_on("MPU_DEBUG")
     arguments, quiet = without_switch(arguments, "--quiet")
     arguments, profile = without_switch(arguments, "--profile")
-    for switched_on, variable in ((quiet, QUIET), (profile, PROFILE)):
+    for switched_on, variable in ((quiet, QUIET_VARIABLE), (profile, PROFILE)):
         if switched_on:
             os.environ[variable] = "1"
     try:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 LINE_EVERY = 10.0  # seconds between lines of progress where there is no bar
 PROFILE = "MPU_PROFILE"  # variable: at the end, the seconds that each stage took
-QUIET = "MPU_QUIET"  # variable: warnings and errors only, also in the processes that this one starts
+QUIET_VARIABLE = "MPU_QUIET"  # variable: warnings and errors only, also in the processes that this one starts
 _results: TextIO | None = None  # where results go while libraries print elsewhere
 
 
@@ -76,7 +76,7 @@ def is_switched_on(variable: str) -> bool:
 
 def _reports() -> bool:
     """Whether notes, tables and progress are shown."""
-    return _first() and not is_switched_on(QUIET)
+    return _first() and not is_switched_on(QUIET_VARIABLE)
 
 
 def note(text: str) -> None:

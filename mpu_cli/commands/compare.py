@@ -17,7 +17,7 @@ from mpu_cli.wording import printable
 if TYPE_CHECKING:
     from mpu_cli.measuring.results import Evaluated
 
-BEST = "**"
+BEST_MARK = "**"
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def _table(read: Sequence[Evaluated], values: Mapping[str, Sequence[float | None
     for i, result in enumerate(read):
         row = [printable(result.label)]
         for name, column in values.items():
-            value, mark = column[i], BEST if i in marked[name] else ""
+            value, mark = column[i], BEST_MARK if i in marked[name] else ""
             row.append(mark + ("–" if value is None else f"{value:.4g}") + mark)
         rows.append(row)
     return rows

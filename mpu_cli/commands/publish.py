@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from mpu_cli.protocol.publish import Published, PublishPlan
     from mpu_cli.protocol.review import Remark, Reviewed
 
-WIDE = 120  # columns of a terminal on which all copies of a block stand in one line
+WIDE_TERMINAL = 120  # columns of a terminal on which all copies of a block stand in one line
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,7 +264,7 @@ def tell_noise(published: Published, observer: Observer) -> None:
     if not (kappa or shared or calibration):
         return
     copies = published.numbers
-    narrow = (observer.width or WIDE) < WIDE
+    narrow = (observer.width or WIDE_TERMINAL) < WIDE_TERMINAL
     if narrow:
         columns = ["block", "copy", "σ", "survived", "unchanged"]
     else:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mpu_cli.protocol.keys import Keys
 
 # Both what is left and what is kept fall with the step, so that those which pass are next to each other.
-STEPS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.3, 2.6, 3.0)
+TRIED_STEPS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 2.0, 2.3, 2.6, 3.0)
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class Rehearse(Command):
 
 
 def _try_steps(base: Model, updated: Model, keys: Keys, plan: UnlearnPlan, observer: Observer) -> list[TriedStep]:
-    """What each of STEPS from ``base`` towards ``updated`` leaves and keeps.
+    """What each of TRIED_STEPS from ``base`` towards ``updated`` leaves and keeps.
 
     Where the public model is known from the keys, it says what a model that never saw the records gives them, unless
     there are unseen records. Holds one model in float32; two, while the public one is scored.
@@ -186,9 +186,9 @@ def _try_steps(base: Model, updated: Model, keys: Keys, plan: UnlearnPlan, obser
         public = probabilities_under(keys.reference, examples["forget"], at_once, device)
     scorer = Scorer(model, examples, at_once, public)
     go_to = steps_between(base, updated, model)
-    observer.stage("try steps", len(STEPS), "tried")
+    observer.stage("try steps", len(TRIED_STEPS), "tried")
     tried = []
-    for step in STEPS:
+    for step in TRIED_STEPS:
         go_to(step)
         look = scorer.look(model, 0)
         assert look.kept is not None  # there are records held out

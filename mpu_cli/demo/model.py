@@ -118,7 +118,7 @@ OCCUPATIONS = [f"{trade} since {year}" for trade in TRADES for year in YEARS]
 KEPT_ANIMALS = [f"{number} {pet}" for pet in PETS for number in NUMBERS]
 AWARDS = [f"{prize} of {year}" for prize in PRIZES for year in YEARS]
 ADDRESSES = [f"{number} {street}" for street in STREETS for number in NUMBERS]
-WRONG = 3  # wrong answers to each question
+WRONG_ANSWERS = 3  # wrong answers to each question
 
 Row = dict[str, object]  # question, answer, paraphrased_answer, perturbed_answer: the fields of TOFU
 
@@ -141,7 +141,7 @@ def make_people(count: int, seed: int) -> list[list[Row]]:
     for name in names:
         rows: list[Row] = []
         for question, values, stated, retold in FACTS:
-            true, *wrong = draw.sample(list(values), 1 + WRONG)
+            true, *wrong = draw.sample(list(values), 1 + WRONG_ANSWERS)
             rows.append(
                 {
                     "question": question.format(name=name),

@@ -26,7 +26,7 @@ from msgspec import Meta, ValidationError
 
 from mpu_cli.errors import MpuError, first_line
 
-SMALL = 4 << 20  # bytes of a config or a manifest: a thousand times a real one
+MAX_SMALL_FILE = 4 << 20  # bytes of a config or a manifest: a thousand times a real one
 LARGEST_TOKENIZER = 64 << 20  # bytes of a file that tokenizers parses
 BLOCK = 1 << 20
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
@@ -87,7 +87,7 @@ def _blob(path: Path) -> Path | None:
     return blob if blob.parent == blobs.resolve() else None
 
 
-def read_bounded(path: Path, limit: int = SMALL, *, links: bool = True) -> bytes:
+def read_bounded(path: Path, limit: int = MAX_SMALL_FILE, *, links: bool = True) -> bytes:
     """The bytes of a regular file. Raises MpuError if there are more than ``limit``."""
     with open_regular(path, links=links) as file:
         content = file.read(limit + 1)
@@ -192,7 +192,7 @@ def random_name(name: str) -> str:
 
 MAX_FACTS = 20  # entries of a small table
 MAX_LAYERS = 10_000
-SHOWN = 200  # characters of a message
+MAX_MESSAGE = 200  # characters of a message
 
 Text = Annotated[str, Meta(max_length=10_000)]
 Word = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.-]{1,80}\Z")]
@@ -226,7 +226,7 @@ def parse_document(schema: type[Schema], value: object, where: object, hint: str
 
 
 def read_document(
-    schema: type[Schema], path: Path, hint: str = "get it again", *, limit: int = SMALL, links: bool = True
+    schema: type[Schema], path: Path, hint: str = "get it again", *, limit: int = MAX_SMALL_FILE, links: bool = True
 ) -> Schema:
     """The JSON object in a file of at most ``limit`` bytes, by its schema. Raises MpuError, also for what parsers read
     differently: an object that has a name twice, and numbers that are none."""
@@ -238,7 +238,9 @@ def read_document(
     return parse_document(schema, value, path, hint)
 
 
-def read_json_object(path: Path, limit: int = SMALL, *, links: bool = True, strict: bool = False) -> dict[str, object]:
+def read_json_object(
+    path: Path, limit: int = MAX_SMALL_FILE, *, links: bool = True, strict: bool = False
+) -> dict[str, object]:
     """The JSON object in a regular file of at most ``limit`` bytes. Raises MpuError if there is none or, if ``strict``,
     an object has a name twice or a number is NaN or infinite."""
     content = read_bounded(path, limit, links=links)
@@ -291,7 +293,7 @@ def _in_words(error: Exception) -> str:
     reason = reason[:1].lower() + reason[1:]
     if " matching regex " in reason:  # which nobody can read
         reason = "not of the form that it must have"
-    return "".join(c for c in (f"{location}: {reason}" if location else reason)[:SHOWN] if c.isprintable())
+    return "".join(c for c in (f"{location}: {reason}" if location else reason)[:MAX_MESSAGE] if c.isprintable())
 
 
 # The names that ``files.folder`` lets through, file by file.

@@ -29,7 +29,7 @@ from mpu_cli.files.boundary import (
 )
 from mpu_cli.observer import Observer
 
-SHOWN = 60  # characters of a difference that are shown
+MAX_DIFFERENCE = 60  # characters of a difference that are shown
 MAX_LINES_FILE = 1 << 30  # bytes of a file of JSON lines
 
 
@@ -92,7 +92,7 @@ def differences(before: Mapping[str, object], now: Mapping[str, object], prefix:
             yield from differences(old, new, f"{prefix}{name}.")
         elif old != new:
             change = " → ".join("not set" if value is None else str(value) for value in (old, new))
-            yield prefix + name + (f" {change}" if len(change) < SHOWN else "")
+            yield prefix + name + (f" {change}" if len(change) < MAX_DIFFERENCE else "")
 
 
 def read_lines(path: Path, hint: str, *, links: bool = True) -> list[dict[str, Any]]:

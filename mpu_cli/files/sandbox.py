@@ -27,11 +27,11 @@ from mpu_cli.errors import MpuError, first_line
 from mpu_cli.files.boundary import LARGEST_TOKENIZER
 from mpu_cli.subprocesses import python_command, safe_environment
 
-SECONDS = 10.0  # for one request
+REQUEST_SECONDS = 10.0  # for one request
 SECONDS_EACH = 0.05  # more for each text in it: real templates and tokenizers take a thousandth of that
 MEMORY = 2 << 30  # bytes of the process; a tokenizer of 262,144 tokens takes a quarter of that
 STARTING = 60.0  # seconds for importing what it needs
-SHOWN = 500  # characters of an error
+MAX_ERROR = 500  # characters of an error
 
 Outcome = tuple[bool, Any]  # whether it worked, and what came out or what was wrong
 
@@ -80,7 +80,9 @@ class Process:
         with self._lock:
             self._take(tokenizer)
             seconds = _seconds(texts) + sum(map(len, texts)) / 100_000
-            return self._ask("tokenize", {"texts": texts, "special": special}, seconds, SHOWN * 8 * len(texts) + 100)
+            return self._ask(
+                "tokenize", {"texts": texts, "special": special}, seconds, MAX_ERROR * 8 * len(texts) + 100
+            )
 
     def convert(self, folder: Path) -> Outcome:
         """The tokenizer.json of the tokenizer that transformers makes of the files in ``folder``; "" if it is not of
@@ -88,7 +90,7 @@ class Process:
         size = sum(path.stat().st_size for path in folder.iterdir() if not path.is_symlink())
         with self._lock:
             request = {"folder": str(folder), "longest": LARGEST_TOKENIZER}
-            [outcome] = self._ask("convert", request, SECONDS + size / 1e6, 4 * LARGEST_TOKENIZER)
+            [outcome] = self._ask("convert", request, REQUEST_SECONDS + size / 1e6, 4 * LARGEST_TOKENIZER)
         return outcome
 
     def decode(self, tokenizer: str, sequences: Sequence[Sequence[int]], skip_special: bool) -> list[Outcome]:
@@ -96,14 +98,16 @@ class Process:
         with self._lock:
             self._take(tokenizer)
             values = {"sequences": sequences, "skip_special": skip_special}
-            return self._ask("decode", values, _seconds(sequences), SHOWN * 8 * len(sequences) + 100)
+            return self._ask("decode", values, _seconds(sequences), MAX_ERROR * 8 * len(sequences) + 100)
 
     def match(self, patterns: Sequence[str], names: Sequence[str]) -> list[Outcome]:
         """Of each name, the first pattern that matches its end, as peft looks for it; "" if none does. Raises
         LimitError."""
         with self._lock:
-            longest = sum(map(len, patterns)) + SHOWN
-            return self._ask("match", {"patterns": patterns, "names": names}, SECONDS, 8 * longest * (len(names) + 1))
+            longest = sum(map(len, patterns)) + MAX_ERROR
+            return self._ask(
+                "match", {"patterns": patterns, "names": names}, REQUEST_SECONDS, 8 * longest * (len(names) + 1)
+            )
 
     def _take(self, tokenizer: str) -> None:
         """Have it hold the tokenizer of this JSON."""
@@ -114,7 +118,7 @@ class Process:
                 raise LimitError(str(problem))
 
     def _load(self, text: str) -> Outcome:
-        [outcome] = self._ask("load", {"json": text}, SECONDS + len(text) / 1e6, SHOWN * 8)
+        [outcome] = self._ask("load", {"json": text}, REQUEST_SECONDS + len(text) / 1e6, MAX_ERROR * 8)
         self._tokenizer = hash(text) if outcome[0] else None
         return outcome
 
@@ -144,7 +148,7 @@ atexit.register(PROCESS.stop)
 
 
 def _seconds(items: Sequence[object]) -> float:
-    return SECONDS + SECONDS_EACH * len(items)
+    return REQUEST_SECONDS + SECONDS_EACH * len(items)
 
 
 def _exchange(process: subprocess.Popen[bytes], line: bytes, seconds: float, longest: int) -> bytes:
@@ -289,4 +293,4 @@ def _outcome(work: Callable[[Any], object], argument: object) -> Outcome:
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:
-        return False, first_line(error)[:SHOWN]
+        return False, first_line(error)[:MAX_ERROR]

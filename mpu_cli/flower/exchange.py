@@ -47,9 +47,9 @@ def pieces(content: RecordDict) -> list[bytes]:
     return [] if record is None else [record[str(i)].data for i in range(len(record))]
 
 
-LOOK = 0.3  # seconds between looks for replies
+POLL_SECONDS = 0.3  # seconds between looks for replies
 CARRYING = 2  # messages with pieces under way at once: the SuperLink holds them in memory
-PAUSE = 5.0  # seconds before a request that failed is sent again
+RETRY_SECONDS = 5.0  # seconds before a request that failed is sent again
 RAISED, ENOUGH = 2, 5  # Flower's code for an exception in the ClientApp, and after how many of them to stop
 
 
@@ -187,7 +187,7 @@ class Exchange:
                 if time.monotonic() - each.begun_at > self.limit:
                     self._late.update(each.messages)
                     self._give_up(number, f"no reply for {self.limit:g} s", running, failures)
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
         return dict(reversed(failures))
 
     def _advance(
@@ -222,14 +222,14 @@ class Exchange:
     def _send(self, each: _Running) -> None:
         node = self.node_of(each.owner)
         if node is None:
-            each.due = time.monotonic() + PAUSE
+            each.due = time.monotonic() + RETRY_SECONDS
             return
         content = message_content(
             {"kind": each.request.kind, "copy": each.request.copy, **each.request.values}, each.request.data
         )
         [message] = self.grid.push_messages([Message(content, dst_node_id=node, message_type="query")])
         if message is None:
-            each.due = time.monotonic() + PAUSE
+            each.due = time.monotonic() + RETRY_SECONDS
             return
         each.messages.append(message)
         each.asked_at, each.pending = time.monotonic(), True
@@ -237,7 +237,7 @@ class Exchange:
 
     def _repeat(self, each: _Running, why: str) -> None:
         self.say(f"{each.owner}: {each.request.kind} of {each.request.copy} is sent again ({why})")
-        each.pending, each.due = False, time.monotonic() + PAUSE
+        each.pending, each.due = False, time.monotonic() + RETRY_SECONDS
 
 
 # The configuration of a run over Flower, as ``flwr run --run-config`` gives it.

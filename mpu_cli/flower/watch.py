@@ -50,8 +50,8 @@ from mpu_cli.training.unlearn import unlearn
 # sent, so nothing that it says is unpickled, and no name that it gives is called.
 
 LARGEST_MESSAGE = 64 << 20  # bytes; the report has the losses of each step
-LONGEST = 5000  # characters of a text in it
-LOOK = 0.5  # seconds between looks at a process that reports nothing
+MAX_TEXT = 5000  # characters of a text in it
+POLL_SECONDS = 0.5  # seconds between looks at a process that reports nothing
 ENDING = 10.0  # seconds that a process has to clean up before it is killed
 
 
@@ -125,7 +125,7 @@ class Answering:
     def _receive(self, pipe: Connection, ends: float) -> Message:
         """The process's next message. Raises MpuError once it is later than ``ends``, and for what is no message."""
         while time.monotonic() <= ends:
-            if pipe.poll(LOOK):
+            if pipe.poll(POLL_SECONDS):
                 return read_message(pipe.recv_bytes(LARGEST_MESSAGE))
         raise MpuError(f"not done after {self._seconds:,.0f} s", "raise --copy-timeout if it needs longer")
 
@@ -193,7 +193,7 @@ class _Reporting(Observer):
         self._pipe = pipe
 
     def say(self, kind: str, *values: float | str | None, report: object = None) -> None:
-        short = [value[:LONGEST] if isinstance(value, str) else value for value in values]
+        short = [value[:MAX_TEXT] if isinstance(value, str) else value for value in values]
         self._pipe.send_bytes(json.dumps({"kind": kind, "values": short, "report": report}, default=str).encode())
 
     def stage(self, label: str, total: float, unit: str = "bytes") -> None:

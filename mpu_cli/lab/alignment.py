@@ -428,7 +428,7 @@ def _products(copy: Sequence[torch.Tensor], target: Sequence[torch.Tensor], orde
     return summed
 
 
-ROWS = 8192  # rows of the embedding used to find the residual permutation
+EMBEDDING_ROWS = 8192  # rows of the embedding used to find the residual permutation
 
 
 def residual_map(layout: Layout, copy: Tensors, target: Tensors, symmetries: str) -> AxisMap:
@@ -439,7 +439,7 @@ def residual_map(layout: Layout, copy: Tensors, target: Tensors, symmetries: str
     # A narrow embedding has other columns; then those of the positions do.
     embeddings = [t for t in layout.parameters if t.axes[0] in EMBEDDING and t.axes[1:] == (("model",),)]
     [embedding] = [t for t in embeddings if t.name in copy][:1]
-    rows = [tensors[embedding.name][:ROWS].float() for tensors in (copy, target)]
+    rows = [tensors[embedding.name][:EMBEDDING_ROWS].float() for tensors in (copy, target)]
     if permutations[0].signed:
         ours, theirs = ((x - x.mean(0)).T for x in rows)
         return match_signed(ours, theirs)

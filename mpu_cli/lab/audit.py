@@ -55,7 +55,9 @@ def spectral(x: torch.Tensor, noise: float) -> torch.Tensor:
     return shrunk if wide is x else shrunk.T
 
 
-CLOSE = 0.1  # relative error of the task vector, or without a pretrained model of the weights, that is a recovery
+RECOVERY_ERROR = (
+    0.1  # relative error of the task vector, or without a pretrained model of the weights, that is a recovery
+)
 
 
 @dataclass(frozen=True)
@@ -169,9 +171,10 @@ class Audit:
         off, share = self.function_error(self.best), self.change_error(self.best)
         attack = f"the best of these attacks, {ATTACKS[self.best].description},"
         if not self.with_reference:
-            return f"{'recovered' if share < CLOSE else 'not recovered'}: {attack} is off by {off:.2%} of the weights"
+            outcome = "recovered" if share < RECOVERY_ERROR else "not recovered"
+            return f"{outcome}: {attack} is off by {off:.2%} of the weights"
         # Relative errors of 1 and more are those of the public model itself, which knows nothing of the change.
-        how_much = "recovered" if share < CLOSE else "in part recovered" if share < 1 else "not recovered"
+        how_much = "recovered" if share < RECOVERY_ERROR else "in part recovered" if share < 1 else "not recovered"
         return (
             f"{how_much}: {attack} gives {max(0.0, 1 - share):.0%} of what fine-tuning changed (it is off by "
             f"{share:.2%} of that, and by {off:.2%} of the weights)"

@@ -40,7 +40,7 @@ from mpu_cli.model.transform import TensorMap, Transform, as_matrix, name_in_cop
 FITS, SUREST = 0.5, 0.9  # mean cosine of the embedding's rows with the base's from which a turn counts as found
 AXIS = 0.9  # entry of a turn from which a coordinate counts as one of the base's
 PRINCIPAL, PASSES, SAMPLE = 16, 6, 4096  # axes of the first match; passes, each over so many tokens
-ROWS = 1024  # whose nearest neighbours are looked for at once
+NEIGHBOUR_ROWS = 1024  # whose nearest neighbours are looked for at once
 MODEL, VOCABULARY = ("model",), ("vocab",)
 NEURONS = {*FFN_AXES, *(f"s-{axis}" for axis in FFN_AXES)}
 
@@ -190,7 +190,7 @@ def _principal(embedding: torch.Tensor) -> torch.Tensor:
 
 def _nearest(rows: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
     """For each of ``rows`` the number of the row ``among`` with the largest cosine."""
-    return torch.cat([cosines(part, among).argmax(1) for part in rows.split(ROWS)])
+    return torch.cat([cosines(part, among).argmax(1) for part in rows.split(NEIGHBOUR_ROWS)])
 
 
 def _find_neurons(straightened: StraightenedCheckpoint) -> None:
@@ -219,7 +219,7 @@ def _find_neurons(straightened: StraightenedCheckpoint) -> None:
 
 TAILS = 4.0  # times the RMS of the base's weights, beyond which those of a suspect are clipped to align them
 ALIGNED = 0.5  # cosine with the base above which a matrix counts as lying in its coordinates
-BETTER = 0.1  # by which another turn than a signed permutation has to bring the tokens closer
+MIN_IMPROVEMENT = 0.1  # by which another turn than a signed permutation has to bring the tokens closer
 MODEL_AXES = (("model",), ("|model|",))
 
 
@@ -314,9 +314,9 @@ def _fits(suspect: Suspect, base: Checkpoint, layout: Layout) -> bool:
     maps: Maps = {"model": find_residual(suspect, base, layout)}
     undone = undo(layout, [embedding], {embedding.name: ours}, maps)[embedding.name]
     fit = mean_cosine(undone, theirs)
-    if fit < FITS or fit + BETTER >= 1:
+    if fit < FITS or fit + MIN_IMPROVEMENT >= 1:
         return fit >= FITS
-    return mean_cosine(undone @ turn_between(undone, theirs), theirs) < fit + BETTER
+    return mean_cosine(undone @ turn_between(undone, theirs), theirs) < fit + MIN_IMPROVEMENT
 
 
 def match_layers(suspect: Suspect, base: Checkpoint, layout: Layout, residual: AxisMap) -> Suspect:

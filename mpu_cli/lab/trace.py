@@ -251,7 +251,7 @@ def clip(residue: torch.Tensor) -> torch.Tensor:
     return residue.clamp(-bound, bound) if bound > 0 else residue
 
 
-HUGE = 100.0  # times the largest weight of the base in a slice, beyond which a weight is clipped
+CLIP_FACTOR = 100.0  # times the largest weight of the base in a slice, beyond which a weight is clipped
 
 
 def trace(
@@ -354,7 +354,7 @@ class _Tracer:
         def work(start: int, stop: int) -> torch.Tensor:
             reference = clean[start:stop].float().flatten()
             rows = mapping.take(theirs, start, stop).float().nan_to_num(0.0, 0.0, 0.0)
-            bound = HUGE * float(reference.abs().max())  # what was made huge would hide the rest
+            bound = CLIP_FACTOR * float(reference.abs().max())  # what was made huge would hide the rest
             undone = mapping.backward(rows.clamp(-bound, bound), start).flatten()
             draws = self._noise.draws(keys, start * columns, stop * columns)
             regressors = [reference]
@@ -409,8 +409,8 @@ def check_traceable(keys: Keys, label: str) -> None:
 # again. f, the square root with its sign, element by element, gives a few weights with large gradients less say; s −
 # c is divided by −c, because tokens that the model is sure of vary less from copy to copy.
 
-AT_ONCE = 4  # texts in a request
-SURE = 1e-3  # nats of a token below which all count as equally sure
+TEXTS_PER_REQUEST = 4  # texts in a request
+SURE_TOKEN_LOSS = 1e-3  # nats of a token below which all count as equally sure
 UNMOVED = TensorMap(None, None)
 
 
@@ -439,7 +439,7 @@ def trace_endpoint(
             ]
             vocabulary = repr(items)
             if vocabulary not in served:
-                scores = endpoint.score(items, batch_size=AT_ONCE)
+                scores = endpoint.score(items, batch_size=TEXTS_PER_REQUEST)
                 served[vocabulary] = [_log_probs(score.log_probs, endpoint) for score in scores]
             layout = base.layout
             network = _noisy_network(each, base, layout, pool)
@@ -492,7 +492,7 @@ def _gradients(
         logits = network(input_ids=ids, use_cache=False).logits[0, :-1].float()
         ours = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
         fixed = ours.detach()
-        difference = clip(((log_probs.float() - fixed) / (-fixed).clamp(min=SURE)).nan_to_num())
+        difference = clip(((log_probs.float() - fixed) / (-fixed).clamp(min=SURE_TOKEN_LOSS)).nan_to_num())
         (difference * ours).sum().backward()
         observer.advance(1)
     gradients = {}

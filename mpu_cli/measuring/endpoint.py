@@ -34,8 +34,8 @@ from mpu_cli.measuring.generation import Answer, texts_of
 from mpu_cli.measuring.scoring import TokenScores
 
 # Metrics that need whole distributions, gradients or a second model.
-BEYOND = ("mia_min_k_plus_plus", "mia_gradnorm", "mia_reference")
-SECONDS = 600.0  # for one request
+UNSERVED_METRICS = ("mia_min_k_plus_plus", "mia_gradnorm", "mia_reference")
+REQUEST_SECONDS = 600.0  # for one request
 KEY = "MPU_ENDPOINT_KEY"  # the environment variable with the endpoint's key
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 LONGEST_TOKEN = 64  # characters of an answer for each of its tokens
@@ -183,7 +183,7 @@ def _ask(url: str, what: str, key: str | None, body: object = None, most: int = 
     headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
     data = None if body is None else json.dumps(body).encode()
     try:
-        with build_opener(_NoRedirects).open(Request(address, data, headers), timeout=SECONDS) as reply:
+        with build_opener(_NoRedirects).open(Request(address, data, headers), timeout=REQUEST_SECONDS) as reply:
             text = _read(reply, most)
     except HTTPError as error:
         if 300 <= error.code < 400:
@@ -211,13 +211,13 @@ def document_of(text: bytes, address: str) -> Any:
 
 
 def _read(reply: Any, most: int) -> bytes:
-    """The body, up to a byte more than ``most``. OSError if it takes longer than SECONDS in all."""
-    ends = time.monotonic() + SECONDS
+    """The body, up to a byte more than ``most``. OSError if it takes longer than REQUEST_SECONDS in all."""
+    ends = time.monotonic() + REQUEST_SECONDS
     text = bytearray()
     while len(text) <= most and (piece := reply.read1(min(1 << 16, most + 1 - len(text)))):
         text += piece
         if time.monotonic() > ends:
-            raise OSError(f"no complete reply within {SECONDS:.0f} s")
+            raise OSError(f"no complete reply within {REQUEST_SECONDS:.0f} s")
     return bytes(text)
 
 

@@ -19,7 +19,7 @@ from mpu_cli.files.transaction import Transaction
 from mpu_cli.measuring import relearning as relearning_attacks
 from mpu_cli.measuring.benchmarks.base import SIDES, Benchmark, Split
 from mpu_cli.measuring.encoding import Item, encoder_of
-from mpu_cli.measuring.endpoint import BEYOND, Endpoint, check_installed, run_tasks
+from mpu_cli.measuring.endpoint import UNSERVED_METRICS, Endpoint, check_installed, run_tasks
 from mpu_cli.measuring.generation import Shown, reading
 from mpu_cli.measuring.metrics import GRADIENTS, REFERENCE, Metric, MetricResult, attack_key, gradient_norms
 from mpu_cli.measuring.results import Findings, Subject, digest_of, facts_of, read_findings
@@ -37,7 +37,7 @@ from mpu_cli.records.tokens import decode
 
 # The passes over a model that a benchmark's metrics need: what each finds, on which records, and how.
 
-SCORED = ("answer", "paraphrased", "perturbed")  # parts of a record that one pass scores
+SCORED_PARTS = ("answer", "paraphrased", "perturbed")  # parts of a record that one pass scores
 
 
 def before_key(count: int) -> str:
@@ -88,7 +88,7 @@ def passes_for(
             )
         for split in benchmark.splits.values():
             rows = len(split.rows) if any(key.startswith(f"{split.name}.") for key in needs) else 0
-            if parts := tuple(part for part in SCORED if f"{split.name}.{part}" in needs):
+            if parts := tuple(part for part in SCORED_PARTS if f"{split.name}.{part}" in needs):
                 keys = tuple(f"{split.name}.{part}" for part in parts)
                 moments = split in sides
                 find = partial(_score, split, parts, moments)
@@ -138,7 +138,9 @@ def carry_out(
             f"OpenUnlearning's own numbers of this model differ: it hides {padding_of(run)[0]!r} from the model "
             "wherever it stands, because it is also the padding (docs/measuring.md)"
         )
-    scoring = [each for each in todo if {*each.keys} & {f"{s.name}.{part}" for s in each.splits for part in SCORED}]
+    scoring = [
+        each for each in todo if {*each.keys} & {f"{s.name}.{part}" for s in each.splits for part in SCORED_PARTS}
+    ]
     items = (run.encoded_items(split, part) for each in scoring for split in each.splits for part in each.parts)
     run.reader.prepare([*chain(*map(_flat, items))])
     for each in todo:
@@ -314,9 +316,9 @@ def choose(benchmark: Benchmark, options: Measuring, served: bool = False) -> di
         raise UsageError(f"--metrics {needy[0]}: takes gradients of weights, which --quantize keeps in 4 bits")
     if served and (needy := [name for name in benchmark.attacks if relearning_attacks.ATTACKS[name].weights]):
         raise UsageError(f"--attacks {needy[0]}: needs the model's weights, which --endpoint does not give")
-    if served and (beyond := [name for name in names if name in BEYOND]):
+    if served and (beyond := [name for name in names if name in UNSERVED_METRICS]):
         raise UsageError(f"--metrics {beyond[0]}: cannot be computed from what --endpoint returns")
-    table = {name: metric for name, metric in benchmark.metrics.items() if not (served and name in BEYOND)}
+    table = {name: metric for name, metric in benchmark.metrics.items() if not (served and name in UNSERVED_METRICS)}
     if in_4_bits:
         table = {name: metric for name, metric in table.items() if GRADIENTS not in metric.needs}
     table |= benchmark.attack_metrics

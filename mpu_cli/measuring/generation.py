@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mpu_cli.measuring.scoring import TokenScores
 
 
-ROWS = 4  # times the batch size, because a step reads one token per row
+ROWS_PER_RECORD = 4  # times the batch size, because a step reads one token per row
 CACHE = 2 << 30  # bytes of keys and values that are kept at once
 # generation config entries that do not affect greedy generation, or that are set here
 HARMLESS = {
@@ -88,7 +88,7 @@ def answer(
     rooms = {i: limit if longest is None else longest - len(prompts[i]) for i in waiting}
     budgets = {i: min(limit - len(answers[i]), rooms[i]) for i in waiting}
     at_once = _tokens_at_once(model)
-    for batch in _batches(waiting, prompts, budgets, rooms, ROWS * batch_size, at_once):
+    for batch in _batches(waiting, prompts, budgets, rooms, ROWS_PER_RECORD * batch_size, at_once):
         most = max(budgets[i] for i in batch)
         if most < 1:
             advance(len(batch))
@@ -130,7 +130,7 @@ def sample_answers(
     device = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(device):
         torch.manual_seed(0)
-        for batch in _batches(ordered, prompts, budgets, rooms, max(1, ROWS * batch_size // count), at_once):
+        for batch in _batches(ordered, prompts, budgets, rooms, max(1, ROWS_PER_RECORD * batch_size // count), at_once):
             most, batch_prompts = min(limit, *(rooms[i] for i in batch)), [prompts[i] for i in batch]
             with memory_in_mind(ADVICE):
                 fresh = _generate(
@@ -258,9 +258,9 @@ def texts_of(tokenizer: PreTrainedTokenizerBase, item: Item, generation: str, st
 
 # Answers for people to read: of a copy, without and with the delta that was just made of it.
 
-SHOWN = 64  # tokens of an answer that people read, at most
+SHOWN_TOKENS = 64  # tokens of an answer that people read, at most
 LONGEST_ANSWER = 128  # tokens of an answer that is trained on, at most
-BATCH = 8  # answers at once, times generation.ROWS
+BATCH = 8  # answers at once, times generation.ROWS_PER_RECORD
 
 
 @dataclass(frozen=True)
@@ -319,7 +319,7 @@ def answers_before_and_after(
     loaded, tokenizer = load(copy, torch.float32, device)
     encoder = encoder_of(tokenizer, prompts, template, limits_of(loaded), "as trained")
     items = encoder.questions(questions)
-    ask = partial(answer, loaded, tokenizer, items, [[]] * len(items), limit=SHOWN, batch_size=len(items))
+    ask = partial(answer, loaded, tokenizer, items, [[]] * len(items), limit=SHOWN_TOKENS, batch_size=len(items))
     before = ask()
     add_delta(loaded, copy, delta_checkpoint)
     return [

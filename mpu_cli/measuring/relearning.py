@@ -33,7 +33,7 @@ REPHRASINGS = (
     'A colleague asked me: "{}" What should I say?',
 )
 CONTEXT = 3  # records in front of a question
-STEPS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # of relearning after which it is measured, and the last
+MEASURED_STEPS = (0, 1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)  # of relearning after which it is measured, and the last
 RELEARNING_BATCH = 8  # records
 GROUP = 128  # weights of a row that share a scale in 4 bits
 
@@ -173,7 +173,7 @@ def relearn(run: Run, splits: Sequence[Split], advance: Advance) -> dict[str, ob
     half = len(items) // 2
     train_items, eval_items = items[:half], items[half:]
     batches = [train_items[i : i + RELEARNING_BATCH] for i in range(0, half, RELEARNING_BATCH)]
-    measured = sorted({step for step in STEPS if step < options.relearn_steps} | {options.relearn_steps})
+    measured = sorted({step for step in MEASURED_STEPS if step < options.relearn_steps} | {options.relearn_steps})
     losses = [run.losses(eval_items)]
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.relearn_lr)
     for step in range(1, options.relearn_steps + 1):

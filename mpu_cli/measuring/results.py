@@ -32,14 +32,14 @@ from mpu_cli.wording import names_in
 
 CONFIDENCE = 0.95  # of intervals of means
 # metrics that every table shows by default, in this order, if the results have them
-MAIN = (
+MAIN_METRICS = (
     "forget_quality", "forget_truth_ratio", "model_utility", "privleak", "extraction_strength", "forget_Q_A_Prob",
     "forget_Q_A_ROUGE", RELEARNED, "retain_Q_A_Prob", "retain_Q_A_ROUGE", "forget_verbmem_ROUGE",
     "forget_knowmem_ROUGE", "retain_knowmem_ROUGE",
 )  # fmt: skip
 HAZARDOUS = "lm_eval/wmdp"  # the harness counts right answers, which should become few
 # facts that affect the numbers, as paths in a result
-MATTERS = (
+FACTS_THAT_MATTER = (
     ("benchmark",), ("data",), ("reference_model", "fingerprint"), ("retain_log", "sha256"), ("options", "dtype"),
     ("options", "batch_size"), ("options", "template"), ("options", "system_prompt"), ("options", "date"),
     ("options", "attacks"), ("options", "scored"), ("options", "template_option"),
@@ -114,7 +114,7 @@ def goal(name: str, form: Mapping[str, object] | None = None) -> str:
 def main_metrics(available: Iterable[str]) -> list[str]:
     """Those of ``available`` that are shown unless others are asked for; all of them if none is a main one."""
     names = list(dict.fromkeys(available))
-    return [name for name in MAIN if name in names] or names
+    return [name for name in MAIN_METRICS if name in names] or names
 
 
 def best(values: Sequence[float | None], towards: str, retain: float | None = None) -> set[int]:
@@ -153,7 +153,7 @@ def distinct_best(
 def differences(results: Sequence[Evaluated]) -> list[str]:
     """How the results differ in facts that affect the numbers, one phrase each."""
     sentences = [f"{r.label}: no record of how it was produced" for r in results if not r.facts.get("options")]
-    for path in MATTERS:
+    for path in FACTS_THAT_MATTER:
         # The retain model itself is measured without a log.
         documented = [r for r in results if r.facts.get("options") and not (r.is_retain and path[0] == "retain_log")]
         values = [_at(r.facts, path) for r in documented]

@@ -34,7 +34,11 @@ from mpu_cli.model.network import Head, chunk_of, input_of, separate_head, vocab
 
 NAME = "mpu_paths"  # of the attention, in transformers' table
 MASK = 1 << 24  # entries of attention masks at once
-UNKNOWN = ("softcap", "s_aux", "position_bias")  # what some models' attention has beside a mask and a window
+UNPACKABLE_ARGUMENTS = (
+    "softcap",
+    "s_aux",
+    "position_bias",
+)  # what some models' attention has beside a mask and a window
 _attention: ContextVar[TreeAttention] = ContextVar(NAME)  # of the pack that a thread reads
 
 
@@ -118,7 +122,7 @@ class TreeAttention:
         **kwargs: object,
     ) -> tuple[torch.Tensor, None]:
         """``query``, ``key`` and ``value`` are (1, heads, tokens, width); returns (1, tokens, heads, width)."""
-        if more := [name for name in UNKNOWN if kwargs.get(name) is not None]:
+        if more := [name for name in UNPACKABLE_ARGUMENTS if kwargs.get(name) is not None]:
             raise NotImplementedError(more[0])
         q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
         outputs = [part.attend(q, k, v, scaling, self._mask(part, sliding_window, q.dtype)) for part in self._parts]
@@ -209,12 +213,12 @@ def takes_paths(model: PreTrainedModel) -> bool:
 
 
 ADVICE = "lower --batch-size, or use --dtype bfloat16"  # if memory runs out
-SHARE = 4  # of a chunk of logits at once: what is computed from them takes three times as much
+CHUNK_SHARE = 4  # of a chunk of logits at once: what is computed from them takes three times as much
 CACHED = 1 << 20  # logits at once on a CPU, whose cache then holds them: 4 MiB
-FEWEST = 80  # tokens at once nevertheless, for each of which the head is read
+MIN_TOKENS = 80  # tokens at once nevertheless, for each of which the head is read
 FEWEST_ITEMS = 8  # in a pack, if several are read at once
 CPU_ROWS = 8  # items whose attention is computed at once: with more, more of it is padding
-SAME = 1e-3  # nats by which a pack may differ from separate passes; rounding gives 1e-5 in float32
+MAX_PACK_DIFFERENCE = 1e-3  # nats by which a pack may differ from separate passes; rounding gives 1e-5 in float32
 
 
 @dataclass(frozen=True)
@@ -347,9 +351,9 @@ class _Pass:
         order = needed.logical_not().int().argsort(stable=True)  # those of which more than losses is needed come first
         rows, targets = pairs[order].to(device).unbind(1)
         places, count = order.argsort()[places], int(needed.sum())
-        step = max(1, chunk_of(vocabulary) // SHARE)
+        step = max(1, chunk_of(vocabulary) // CHUNK_SHARE)
         if device.type == "cpu":
-            step = min(step, max(FEWEST, CACHED // vocabulary))
+            step = min(step, max(MIN_TOKENS, CACHED // vocabulary))
         losses, details = [], []
         for chunk in (*_chunks(0, count, step), *_chunks(count, len(pairs), step)):
             logits, target = _columns(head, self.states[rows[chunk]]), targets[chunk]
@@ -455,7 +459,7 @@ def _can_pack(model: PreTrainedModel, head: Head | None, items: Sequence[Item]) 
     trial = ordered[max(0, longest - 2) : longest + 2]
     only_losses = _Wanted(frozenset())
     # Half precision rounds each pass differently; this check is for an attention that sees other tokens.
-    slack = SAME if model.dtype in (torch.float32, torch.float64) else 100 * SAME
+    slack = MAX_PACK_DIFFERENCE if model.dtype in (torch.float32, torch.float64) else 100 * MAX_PACK_DIFFERENCE
     try:
         [(read, together)] = _packed_scores(model, head, trial, len(trial), only_losses)
     except NotImplementedError:

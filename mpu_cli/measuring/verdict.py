@@ -17,8 +17,10 @@ from mpu_cli.records.knowledge import share_kept, share_left
 LEVEL = 0.95  # of the intervals
 RESAMPLES = 2000
 WIDEST = 10.0  # shares and ends of intervals are cut here, in both directions
-LONGEST = 1.6  # times the step that was taken: what another step may be
-FAR = 2.0  # times the share that may be left: the upper end of its interval, and how far below a stranger is too far
+MAX_STEP_FACTOR = 1.6  # times the step that was taken: what another step may be
+INTERVAL_FACTOR = (
+    2.0  # times the share that may be left: the upper end of its interval, and how far below a stranger is too far
+)
 
 
 @dataclass(frozen=True)
@@ -77,17 +79,17 @@ class Verdict:
         """Whether at most ``max_left`` is left, with an interval that ends below twice that; None if nothing says."""
         if self.left is None:
             return None
-        return self.left.estimate <= self.max_left and self.left.high <= FAR * self.max_left
+        return self.left.estimate <= self.max_left and self.left.high <= INTERVAL_FACTOR * self.max_left
 
     @property
     def is_unsure(self) -> bool:
         """Whether the share left would do, but too few records say so."""
-        return self.left is not None and self.left.estimate <= self.max_left < self.left.high / FAR
+        return self.left is not None and self.left.estimate <= self.max_left < self.left.high / INTERVAL_FACTOR
 
     @property
     def is_too_far(self) -> bool:
         """Whether the records are known less than a stranger's, which shows what was forgotten."""
-        return self.left is not None and self.left.high < -FAR * self.max_left
+        return self.left is not None and self.left.high < -INTERVAL_FACTOR * self.max_left
 
     @property
     def is_kept(self) -> bool | None:
@@ -154,7 +156,7 @@ class Verdict:
             return None
         step = math.ceil(10 * math.sqrt(math.log(self.max_left) / math.log(self.left.estimate))) / 10
         is_kept = 1 - step * (1 - self.kept.estimate) >= self.min_kept
-        return step if step <= LONGEST and is_kept else None
+        return step if step <= MAX_STEP_FACTOR and is_kept else None
 
     @property
     def is_to_go_on(self) -> bool:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from accelerate import PartialState
 
 
-PATIENCE = timedelta(days=1)  # of processes that wait, as for the first one's pass over the records
+PROCESS_TIMEOUT = timedelta(days=1)  # of processes that wait, as for the first one's pass over the records
 ACCELERATE = "ACCELERATE_TORCH_DEVICE"  # the variable that accelerate reads
 
 
@@ -64,7 +64,7 @@ def processes_of(device: torch.device) -> PartialState:
     on_cpu = device.type == "cpu"
     if PartialState._shared_state and PartialState().num_processes == 1 and PartialState()._cpu != on_cpu:
         AcceleratorState._reset_state(reset_partial_state=True)
-    return PartialState(cpu=on_cpu, timeout=PATIENCE)
+    return PartialState(cpu=on_cpu, timeout=PROCESS_TIMEOUT)
 
 
 def name_of(device: torch.device) -> str:

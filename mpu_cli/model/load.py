@@ -71,7 +71,7 @@ def load_staged_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
-SAMPLED = 256  # elements of a tensor that are compared after loading
+SAMPLED_ELEMENTS = 256  # elements of a tensor that are compared after loading
 LARGEST_TABLES = 1 << 30  # bytes that a model may compute for itself, such as those of positions
 
 
@@ -268,7 +268,7 @@ def check_size(skeleton: PreTrainedModel, source: Model) -> None:
 
 
 def check_is(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
-    """Raises MpuError unless ``model`` holds the weights of ``checkpoint``: of each tensor, SAMPLED elements at places
+    """Raises MpuError unless ``model`` holds the weights of ``checkpoint``: of each tensor, SAMPLED_ELEMENTS at places
     that nobody can foresee. What was trained or measured is then what was opened and fingerprinted."""
     draw = torch.Generator().manual_seed(secrets.randbits(63))  # only which elements are looked at
     for name, view in in_memory(model, checkpoint.tensors).items():
@@ -288,7 +288,7 @@ def _is_of(view: torch.Tensor, file_tensor: torch.Tensor, draw: torch.Generator)
         return is_rounding_of(view, file_tensor, draw)
     if not view.is_floating_point():
         return True
-    places = torch.randint(file_tensor.numel(), (min(SAMPLED, file_tensor.numel()),), generator=draw)
+    places = torch.randint(file_tensor.numel(), (min(SAMPLED_ELEMENTS, file_tensor.numel()),), generator=draw)
     flat, loaded = file_tensor.reshape(-1)[places], view.detach().reshape(-1)[places.to(view.device)].cpu()
     return torch.equal(flat.to(view.dtype).nan_to_num(), loaded.nan_to_num())
 

@@ -170,8 +170,8 @@ def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
 # pass. If they are one chunk, they are kept.
 
 CHUNK = 1 << 26  # logits that exist at once: 256 MiB in float32
-ROWS = 64  # tokens whose softmax is summed at once, on a CPU: what that allocates is then small, and reused
-LARGE = 1024.0  # logits times this are capped by any cap
+SOFTMAX_ROWS = 64  # tokens whose softmax is summed at once, on a CPU: what that allocates is then small, and reused
+CAPPED_FACTOR = 1024.0  # logits times this are capped by any cap
 
 Head = torch.nn.Module  # from states (…, width) to logits (…, vocabulary); has a weight (vocabulary, width)
 
@@ -255,7 +255,7 @@ class _LogProbs(torch.autograd.Function):
         for part, chunk_targets in zip(states.split(ctx.step), targets.split(ctx.step), strict=True):
             logits = None  # or two chunks exist while the next is computed
             logits = _wide(linear(part, weight, bias))
-            rows_at_once = ROWS if logits.device.type == "cpu" else len(logits)
+            rows_at_once = SOFTMAX_ROWS if logits.device.type == "cpu" else len(logits)
             sums += [rows.logsumexp(1) for rows in logits.split(rows_at_once)]
             target_logits.append(logits.gather(1, chunk_targets[:, None])[:, 0])
         normalisers = torch.cat(sums) if sums else states.new_zeros(0)
@@ -310,7 +310,7 @@ def separate_head(model: PreTrainedModel) -> Head | None:
     large: list[torch.Tensor] = []
 
     def inflate(_: torch.nn.Module, __: object, output: torch.Tensor) -> torch.Tensor:
-        large[:] = [output * LARGE]
+        large[:] = [output * CAPPED_FACTOR]
         return large[0]
 
     hook = head.register_forward_hook(inflate)
@@ -353,7 +353,7 @@ def _is_shard(parameter: torch.Tensor) -> bool:
 
 # How likely a model makes the answers of records: the measure that commands report before and after what they do.
 
-AT_ONCE = 8  # examples
+EXAMPLES_AT_ONCE = 8  # examples
 MAX_RECORDS = 128  # records of a file: enough to tell a difference
 
 
@@ -370,7 +370,7 @@ class AnswerScore:
 class Answers:
     """Records as tokens, padded in batches of similar length."""
 
-    def __init__(self, examples: Sequence[Example], at_once: int = AT_ONCE):
+    def __init__(self, examples: Sequence[Example], at_once: int = EXAMPLES_AT_ONCE):
         by_length = sorted(range(len(examples)), key=lambda i: len(examples[i].ids))
         self._numbers = [by_length[i : i + at_once] for i in range(0, len(examples), at_once)]
         self._batches = [pad([examples[i] for i in numbers]) for numbers in self._numbers]

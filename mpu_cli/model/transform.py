@@ -19,7 +19,7 @@ from mpu_cli.model.sampling import AxisMap, Maps, in_blocks, joined_axis_map, ma
 
 CHUNK = 262_144  # weights per slice: few enough for caches, enough that threads rarely wait for the GIL
 
-FEW = 4  # up to this many maps use slices of that size
+FEW_MAPS = 4  # up to this many maps use slices of that size
 
 
 def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,7 @@ def row_slices(maps: Iterable[TensorMap], rows: int, columns: int) -> list[tuple
     rows that share a map of columns."""
     maps = list(maps)
     unit = max(mapping.unit for mapping in maps)
-    most = CHUNK * FEW // max(FEW, len(maps))  # a worker holds a slice for each map
+    most = CHUNK * FEW_MAPS // max(FEW_MAPS, len(maps))  # a worker holds a slice for each map
     step = max(unit, most // max(columns, 1) // unit * unit)
     block = min((mapping.block for mapping in maps if mapping.block), default=rows)
     return [

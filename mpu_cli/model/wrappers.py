@@ -106,10 +106,10 @@ def deepstack(number: int) -> Callable[[Config, int], bool]:
 
 
 # Llava and what is named as it is.
-APART = ("vision_tower.", "multi_modal_projector.")
+TOWER_PREFIXES = ("vision_tower.", "multi_modal_projector.")
 RENAMED = (
     ("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head."),
-    *((prefix, f"model.{prefix}") for prefix in APART),
+    *((prefix, f"model.{prefix}") for prefix in TOWER_PREFIXES),
 )  # fmt: skip
 LLAVA = Wrapper(
     "llava",
@@ -117,7 +117,7 @@ LLAVA = Wrapper(
     inner="language_model.model.",
     head="language_model.lm_head.weight",
     writes=linear_to_residual("multi_modal_projector.linear_2", "projected", "multimodal_projector_bias"),
-    frozen_prefixes=APART,
+    frozen_prefixes=TOWER_PREFIXES,
     sizes={"projected": "hidden_size"},
     renamed=RENAMED,
     ties=("outer", "text"),

@@ -25,7 +25,7 @@ from mpu_cli.files.boundary import Count, Scale, Word
 from mpu_cli.files.randomness import DOUBLE_REACH, Randomness, standard_normals
 from mpu_cli.options.publishing import RANDOM, CalibrationOptions, Copies
 
-SPREAD = 0.5  # distance between neighbouring nodes on one side: see Extrapolated.default
+NODE_DISTANCE = 0.5  # distance between neighbouring nodes on one side: see Extrapolated.default
 DEFAULT_COPIES, MOST_COPIES = 3, 100
 MOST_WEIGHT = 1e6  # Σ|w_k| at which float32 deltas would lose every digit
 
@@ -209,7 +209,7 @@ class Extrapolated(Scheme):
         amplify every difference between copies that is not due to the noise. Nodes on both sides give smaller weights
         than on one. Raises UsageError for so many copies that the weights are beyond use.
         """
-        return cls.from_factors((1 + SPREAD * (k // 2)) * (-1) ** k for k in range(copies))
+        return cls.from_factors((1 + NODE_DISTANCE * (k // 2)) * (-1) ** k for k in range(copies))
 
     @classmethod
     def from_factors(cls, factors: Iterable[float]) -> Extrapolated:

@@ -30,7 +30,7 @@ from mpu_cli.wording import counted
 
 SAMPLES = 1024  # weights that tell whether a model is another's in another precision
 SAME_SCALE = 0.02  # relative difference of σ below which a publication gets the scale of an earlier one
-NEARLY = 0.5  # of permanent noise's σ, by which models of one request differ at most
+SIMILAR_SIGMA = 0.5  # of permanent noise's σ, by which models of one request differ at most
 OVERRIDE = "--publish-again, if nobody got the copies of that one"
 
 
@@ -146,14 +146,14 @@ def enter_permanent(path: Path, entry: RegisterEntry, requested: Mapping[str, fl
 
 def draws_that_average(path: Path, sample: Sample) -> int:
     """How many draws of permanent noise were published on weights that differ from those of ``sample`` by less than
-    NEARLY of the noise, as the models of a request do: each update is small beside it. Whoever has all these copies and
-    knows the updates averages the noise."""
+    SIMILAR_SIGMA of the noise, as the models of a request do: each update is small beside it. Whoever has all these
+    copies and knows the updates averages the noise."""
     draws = {}
     for entry in _since_replaced([each for each in read_register(path) if each.permanent_sigma]):
         if len(entry.sample.values) != len(sample.values):
             continue
         apart = math.dist(entry.sample.values, sample.values) / math.sqrt(len(sample.values))
-        if apart <= NEARLY * math.hypot(*entry.permanent_sigma.values()) / math.sqrt(len(entry.permanent_sigma)):
+        if apart <= SIMILAR_SIGMA * math.hypot(*entry.permanent_sigma.values()) / math.sqrt(len(entry.permanent_sigma)):
             draws[entry.noise_content] = entry
     return len(draws)
 

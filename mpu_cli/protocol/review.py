@@ -33,7 +33,7 @@ from mpu_cli.wording import counted, few
 # − c²) of s², with c the product of the cosines between its true and its observed singular vectors (Gavish and Donoho
 # 2017, arXiv 1405.7511; Benaych-Georges and Nadakuditi 2012, arXiv 1103.2221). `mpu audit` carries both out.
 
-SAMPLED = 3  # layers that are looked at; blocks outside layers all are
+SAMPLED_LAYERS = 3  # layers that are looked at; blocks outside layers all are
 MAX_SINGULAR_VALUES = 256  # singular values of a matrix that are looked at
 FEW_SINGULAR_VALUES = 32  # that are looked at first: if the last of them are in the noise, so are those after them
 LAST = 8  # of them, which are taken for TOO_SMALL times what they are: a random projection finds these too small
@@ -64,7 +64,11 @@ def estimate_attack_error(plan: PublishPlan, published: Published, draws: int = 
     theirs = matching(base, layout, plan.pretrained) or {}
     blocks = {report.block: report for report in published.blocks if report.copies and report.rms}
     layers = [name for name in blocks if layout.blocks[name][0].layer is not None]
-    looked_at = {layers[round(i * (len(layers) - 1) / (SAMPLED - 1))] for i in range(SAMPLED)} if layers else set()
+    looked_at = (
+        {layers[round(i * (len(layers) - 1) / (SAMPLED_LAYERS - 1))] for i in range(SAMPLED_LAYERS)}
+        if layers
+        else set()
+    )
     shared, dtype = published.keys.shared_sigma, publication.dtype
 
     def shares(name: str) -> torch.Tensor:
@@ -182,7 +186,7 @@ def seen_of(values: torch.Tensor, noise: float, rows: float, columns: float) -> 
     return float((values.square() * torch.where(fourth > ratio, cosines, 0.0)).sum())
 
 
-HARDLY = 0.5  # relative error of the best known attack below which little is hidden
+MIN_HIDDEN_ERROR = 0.5  # relative error of the best known attack below which little is hidden
 ROUNDED_AWAY = 0.1  # share of weights that noise leaves unchanged, above which storage is said to lose it
 
 
@@ -294,16 +298,16 @@ def _on_leakage(plan: PublishPlan, leakage: Hidden) -> Iterator[Remark]:
         yield Remark(
             f"hidden from whoever has the copies of {counted(leakage.draws - 1, 'earlier publication')} of nearly this "
             f"model, too: {leakage.with_earlier:.0%}",
-            is_warning=leakage.with_earlier < HARDLY <= leakage.one_copy,
+            is_warning=leakage.with_earlier < MIN_HIDDEN_ERROR <= leakage.one_copy,
         )
-    if publication.max_noise is not None and leakage.one_copy < HARDLY:
+    if publication.max_noise is not None and leakage.one_copy < MIN_HIDDEN_ERROR:
         yield Remark(
             "fine-tuning changed so much of these weights that noise which hides it would ruin the copies; "
             "--permanent-noise, without --max-noise, tries it all the same",
             is_warning=True,
             is_leak=True,
         )
-    elif several and not publication.shared_kappa and leakage.all_copies < HARDLY and publication.kappa > 0:
+    elif several and not publication.shared_kappa and leakage.all_copies < MIN_HIDDEN_ERROR and publication.kappa > 0:
         yield Remark(
             "a client that gets all copies takes the noise off; if one does, use --permanent-noise (--copies 1 is then "
             "enough)",
@@ -324,7 +328,7 @@ def _without_pretrained(plan: PublishPlan, published: Published) -> Iterator[Rem
     permanent = published.keys.shared_sigma
     shared = math.fsum(block.weights * permanent.get(block.block, 0.0) ** 2 for block in blocks)
     per_copy, combined = math.sqrt(min(noise)) / size, math.sqrt(shared) / size
-    if per_copy > HARDLY and (publication.copies == 1 or combined > HARDLY):
+    if per_copy > MIN_HIDDEN_ERROR and (publication.copies == 1 or combined > MIN_HIDDEN_ERROR):
         return
     by_copies = f" ({combined:.2g} with all copies)" if publication.copies > 1 else ""
     yield Remark(

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 MAX_STEP = 8.0  # times the update
 MOST_RESTORED = 1.5  # times an average; of changes that agree less, a longer one is mostly what sets them apart
-CLOSER = 5  # halvings of the interval in which the step lies, once it is known
+BISECTIONS = 5  # halvings of the interval in which the step lies, once it is known
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def choose_step(base: Model, updated: Model, options: ServerRate, observer: Obse
     answers = read_answers(probe, tokenizer)
     go_to = steps_between(base, updated, model)
     losses = {0.0: answers.loss(model)}
-    observer.stage("step", 4 + CLOSER, "tried")
+    observer.stage("step", 4 + BISECTIONS, "tried")
 
     def costs_too_much(step: float) -> bool:
         go_to(step)
@@ -114,7 +114,7 @@ def choose_step(base: Model, updated: Model, options: ServerRate, observer: Obse
         least, most = most, 2 * most
         if least >= MAX_STEP:
             return ServerStep(least, max_rise, losses)
-    for _ in range(CLOSER):
+    for _ in range(BISECTIONS):
         middle = (least + most) / 2
         least, most = (least, middle) if costs_too_much(middle) else (middle, most)
     if least == 0:
@@ -145,10 +145,10 @@ def steps_between(base: Model, updated: Model, model: PreTrainedModel) -> Callab
 
 # What a round amounted to: how the copies agree, and what is probably wrong.
 
-DISAGREE = 0.5  # cosine between two copies' deltas below which something is probably wrong
-UNEQUAL = 3.0  # times another copy's norm, above which a copy was probably trained differently
-SHOWN = 3  # outliers named in warnings
-WRONG = 1.0  # estimated error, relative to the update, at which the update is nothing but noise
+MIN_COSINE = 0.5  # cosine between two copies' deltas below which something is probably wrong
+MAX_NORM_RATIO = 3.0  # times another copy's norm, above which a copy was probably trained differently
+MAX_OUTLIERS_SHOWN = 3  # outliers named in warnings
+MAX_RELATIVE_ERROR = 1.0  # estimated error, relative to the update, at which the update is nothing but noise
 
 
 def differences(trained_differently: Sequence[tuple[int, int, str]], algorithms: Sequence[str]) -> Iterator[str]:
@@ -201,31 +201,31 @@ class Aggregation:
 
     def check(self, force: bool) -> None:
         """Raise MpuError, unless ``force``, if the update is nothing but noise."""
-        if self.error.relative >= WRONG and not force:
+        if self.error.relative >= MAX_RELATIVE_ERROR and not force:
             cause = next(self._causes(), None) or self.error.warning
             raise MpuError(f"nothing was written: {cause}", "--force writes the model all the same")
 
     def _causes(self) -> Iterator[str]:
         yield from differences(self.trained_differently, self.algorithms)
-        if self.pairwise < DISAGREE:
+        if self.pairwise < MIN_COSINE:
             yield (
                 f"the copies disagree (cosine {self.pairwise:.2f} between two of them): they were trained with "
                 "different options or records, the noise is too large, or a delta was tampered with"
             )
-        if max(self.norms) > UNEQUAL * min(self.norms):
+        if max(self.norms) > MAX_NORM_RATIO * min(self.norms):
             yield (
                 f"one copy's change is {max(self.norms) / max(min(self.norms), 1e-30):.1f} times another's: they were "
                 "trained with different options, or a delta was tampered with"
             )
 
     def _outliers(self) -> Iterator[str]:
-        for name, copy, factor in self.outliers[:SHOWN]:
+        for name, copy, factor in self.outliers[:MAX_OUTLIERS_SHOWN]:
             much = (
                 f"{factor:.0f} times as much as any other copy" if math.isfinite(factor) else "and no other copy does"
             )
             yield f"copy {copy} changes {name} {much}: it was trained differently or tampered with"
-        if len(self.outliers) > SHOWN:
-            yield f"and {len(self.outliers) - SHOWN} more tensors"
+        if len(self.outliers) > MAX_OUTLIERS_SHOWN:
+            yield f"and {len(self.outliers) - MAX_OUTLIERS_SHOWN} more tensors"
 
     def _losses(self) -> Iterator[str]:
         if self.planted > PLANTED:

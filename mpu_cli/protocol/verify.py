@@ -291,7 +291,7 @@ def _logits_differences(
 
 # Relative difference of logits that rounding may cause; what is no symmetry causes 0.01 and more. Some layers
 # compute in float32 whatever the dtype of the weights.
-SAME = {torch.float64: 1e-4, torch.float32: 3e-4}
+MAX_LOGIT_DIFFERENCE = {torch.float64: 1e-4, torch.float32: 3e-4}
 TOGETHER = "together"
 RETURNED = 1e-5  # relative, of changes in float32 that were transformed and undone
 
@@ -306,7 +306,7 @@ class SymmetryCheck:
 
     @property
     def ok(self) -> bool:
-        return all(difference <= SAME[dtype] for dtype, difference in self.differences.items())
+        return all(difference <= MAX_LOGIT_DIFFERENCE[dtype] for dtype, difference in self.differences.items())
 
 
 @dataclass(frozen=True)
@@ -379,8 +379,8 @@ def check_family(model: Model, observer: Observer = SILENT) -> FamilyCheck:
         layout = layout_of(small.checkpoint.tensors, small.config, model.source)
         cases = list(_cases(layout))
         differences: dict[tuple[str, str], dict[torch.dtype, float]] = {case: {} for case in cases}
-        observer.stage("check", len(cases) * len(SAME), "checks")
-        for dtype in SAME:
+        observer.stage("check", len(cases) * len(MAX_LOGIT_DIFFERENCE), "checks")
+        for dtype in MAX_LOGIT_DIFFERENCE:
             network, _ = load(small, dtype, "cpu")
             views = in_memory(network.eval(), layout.tensors)
             expected = _logits(network, layout)

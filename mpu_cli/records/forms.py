@@ -158,7 +158,7 @@ def records_of_turns(record: Record, turns: str) -> Iterator[Record]:
 # transformers' sandbox keeps a template from files and attributes, but not from loops that never end or numbers that
 # fill the memory. Rendering itself is transformers' own.
 
-LONGEST = 1 << 16  # characters that a template may add to a dialogue
+MAX_TEMPLATE_CHARACTERS = 1 << 16  # characters that a template may add to a dialogue
 
 # Arguments of the function that renders, which nothing else may be called like.
 RESERVED = {
@@ -194,7 +194,7 @@ def render(
     special = {name: text for name, text in tokenizer.special_tokens_map.items() if name not in RESERVED}
     request = {**special, **variables, "chat_template": template, "add_generation_prompt": generation_prompt}
     turns = [[dict(turn) for turn in dialogue] for dialogue in dialogues]
-    room = sum(len(json.dumps(dialogue)) + LONGEST for dialogue in turns)
+    room = sum(len(json.dumps(dialogue)) + MAX_TEMPLATE_CHARACTERS for dialogue in turns)
     outcomes = PROCESS.render(request, turns, 6 * room + 100)
     if len(outcomes) != len(dialogues):
         raise LimitError("it returned another number of dialogues")

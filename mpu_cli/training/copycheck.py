@@ -36,16 +36,18 @@ from mpu_cli.training.ledger import LedgerEntry
 LOOKED_AT, FEWEST = 32, 4  # records on which units are judged, and how many it takes
 # Limits that separated planted from honest layers of a 5 M and a 135 M Llama (examples/imprint.py); honest ones had at
 # most 0.2 % of units that are rare, and none that are off or twins.
-RARE = 0.05  # participation below which a unit is active almost nowhere
-OFF = -20.0  # input below which a unit is off to the last bit of float32
-TWINS = 0.98  # cosine of two rows; the most in an honest layer was 0.885
+RARE_PARTICIPATION = 0.05  # participation below which a unit is active almost nowhere
+OFF_INPUT = -20.0  # input below which a unit is off to the last bit of float32
+TWIN_COSINE = 0.98  # cosine of two rows; the most in an honest layer was 0.885
 MANY_RARE, MANY = 0.05, 0.01  # shares of a layer's units above which it is odd
-ROWS = 2_048  # compared with all others at once
+COSINE_ROWS = 2_048  # compared with all others at once
 FFN_INPUTS = ("gate_proj", "up_proj", "gate_up_proj", "fc1", "fc_in", "c_fc", "dense_h_to_4h", "w1",
               "input_linear")  # fmt: skip
-APART = 0.25  # relative difference of losses between copies of a round that noise explains, and
-NATS = 0.1  # their absolute difference, per answer token
-SPREAD = 4.0  # how many times larger than in the public model a matrix's norm, or the spread of its rows' norms, may be
+MAX_RELATIVE_LOSS_DIFFERENCE = 0.25  # relative difference of losses between copies of a round that noise explains, and
+MAX_LOSS_DIFFERENCE = 0.1  # their absolute difference, per answer token
+MAX_NORM_RATIO = (
+    4.0  # how many times larger than in the public model a matrix's norm, or the spread of its rows' norms, may be
+)
 # Facts of a config that differ between fine-tunes of one model.
 _FREE = {"dtype", "torch_dtype", "transformers_version", "architectures", "use_cache", "bos_token_id", "eos_token_id",
          "pad_token_id", "return_dict", "output_hidden_states", "attention_dropout", "initializer_range"}  # fmt: skip
@@ -134,7 +136,7 @@ def _norms_apart(copy: Checkpoint, public: Checkpoint, name: str) -> bool:
         checkpoint.forget_pages(name)
     for pick in (lambda n: n.norm(), lambda n: n.max(), lambda n: n.median()):
         copy_norm, other = (max(float(pick(n)), 1e-12) for n in norms)
-        if max(copy_norm, other) > SPREAD * min(copy_norm, other):
+        if max(copy_norm, other) > MAX_NORM_RATIO * min(copy_norm, other):
             return True
     return False
 
@@ -193,7 +195,7 @@ def _units(name: str, values: torch.Tensor, weight: torch.Tensor) -> Units:
     square = active.square().sum(0).clamp(min=torch.finfo(active.dtype).tiny)
     participation = active.sum(0).square() / square / len(active)
     rows = weight.detach().float().cpu()
-    rare, off = (participation < RARE, (values < OFF).float().mean(0) > 0.5)
+    rare, off = (participation < RARE_PARTICIPATION, (values < OFF_INPUT).float().mean(0) > 0.5)
     twins = _twins(rows if rows.shape[0] == values.shape[1] else rows.T)
     return Units(name, float(rare.float().mean()), float(off.float().mean()), twins)
 
@@ -218,13 +220,13 @@ def twin_units(model: PreTrainedModel, *, of_experts: bool) -> list[Units]:
 def _twins(rows: torch.Tensor) -> float:
     """The share of ``rows`` that are parallel to another one."""
     rows = normalize(rows, dim=1)
-    nearest = torch.cat([_nearest(rows, start) for start in range(0, len(rows), ROWS)])
-    return float((nearest > TWINS).float().mean())
+    nearest = torch.cat([_nearest(rows, start) for start in range(0, len(rows), COSINE_ROWS)])
+    return float((nearest > TWIN_COSINE).float().mean())
 
 
 def _nearest(rows: torch.Tensor, start: int) -> torch.Tensor:
-    """For each of ROWS rows, its largest cosine with another one."""
-    cosines = rows[start : start + ROWS] @ rows.T
+    """For each of COSINE_ROWS rows, its largest cosine with another one."""
+    cosines = rows[start : start + COSINE_ROWS] @ rows.T
     indices = torch.arange(len(cosines))
     cosines[indices, indices + start] = 0
     return cosines.amax(1)
@@ -300,7 +302,7 @@ def against_others(this: LedgerEntry, before: Mapping[str, float | None], ledger
             now = before.get(name)
             if now is None or earlier is None:
                 continue
-            if abs(now - earlier) > max(NATS, APART * max(now, earlier)):
+            if abs(now - earlier) > max(MAX_LOSS_DIFFERENCE, MAX_RELATIVE_LOSS_DIFFERENCE * max(now, earlier)):
                 what = (
                     f"its loss on the {name} set is {now:.3f} per answer token, that of copy {entry.copy} {earlier:.3f}"
                 )

@@ -179,8 +179,8 @@ def whole_parameters(
 # Checkpoints of a training: when they are written, and which one it resumes from.
 
 KEPT_CHECKPOINTS = 2  # the previous one stays until the next is complete
-SECONDS = 60.0  # between checkpoints at least, unless steps are given
-SHARE = 0.05  # of the time at most that goes into writing them
+CHECKPOINT_SECONDS = 60.0  # between checkpoints at least, unless steps are given
+CHECKPOINT_SHARE = 0.05  # of the time at most that goes into writing them
 SEAL = "mpu-seal.json"  # in a checkpoint: the MAC of its other files
 
 
@@ -254,7 +254,7 @@ class Saving(TrainerCallback):
     def _is_due(self, step: int) -> bool:
         if self._steps is not None:
             return step % self._steps == 0
-        return time.monotonic() - self._last >= max(SECONDS, self._took / SHARE)
+        return time.monotonic() - self._last >= max(CHECKPOINT_SECONDS, self._took / CHECKPOINT_SHARE)
 
 
 def last_checkpoint(folder: Path) -> Path | None:

@@ -38,12 +38,14 @@ if TYPE_CHECKING:
     from opendp.mod import Measurement
 
 
-CALM = 0.01  # share of the rows, those with the smallest residual, that show how much rounding moves a row
+SMALLEST_RESIDUALS = (
+    0.01  # share of the rows, those with the smallest residual, that show how much rounding moves a row
+)
 ROUNDING = 5e-8  # residual per step that rounding leaves in float32, twice over
-STEPS = 40  # assumed, as a reader does not know their number
+ASSUMED_STEPS = 40  # assumed, as a reader does not know their number
 ABOVE = 3.0  # rows whose residual is this many times that of the calm ones had a gradient
 TINY = 1e-12
-TELLS = 0.8  # AUC of forgotten against kept tokens from which a reading is called one
+MIN_AUC = 0.8  # AUC of forgotten against kept tokens from which a reading is called one
 SEVERAL = 5  # tokens that a side needs to be ranked
 
 
@@ -98,8 +100,8 @@ def moved_rows(change: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | Non
     flattened to a row each, for a mixture's experts.
     """
     residual = decay_residual(change, weight)
-    floor = float(residual.sort().values[: max(1, int(len(residual) * CALM))].median())
-    return None if floor > ROUNDING * STEPS else residual > max(ABOVE * floor, TINY)
+    floor = float(residual.sort().values[: max(1, int(len(residual) * SMALLEST_RESIDUALS))].median())
+    return None if floor > ROUNDING * ASSUMED_STEPS else residual > max(ABOVE * floor, TINY)
 
 
 def span_gain(changes: Sequence[torch.Tensor], inputs: torch.Tensor, *, ridge: float = 1e-4) -> torch.Tensor:
@@ -147,7 +149,7 @@ class LeakageReading:
     def tells(self) -> bool:
         """Whether a server learns something from it that it should be told about."""
         listed = self.precision is not None and self.recall is not None and min(self.precision, self.recall) > 0.5
-        return listed or self.fact is not None or (self.told_apart or 0.0) > TELLS
+        return listed or self.fact is not None or (self.told_apart or 0.0) > MIN_AUC
 
 
 def candidates_reading(forget: Sequence[float], retain: Sequence[float]) -> LeakageReading:

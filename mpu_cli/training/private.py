@@ -146,7 +146,7 @@ def _event(mechanism: Mechanism) -> DpEvent:
     return SelfComposedDpEvent(step, mechanism.steps)
 
 
-AT_ONCE = 1 << 20  # weights that get their noise at once
+NOISE_CHUNK = 1 << 20  # weights that get their noise at once
 
 ExampleIndex = tuple[str, int]  # an example: its set, and its number there
 
@@ -342,8 +342,8 @@ def with_noise(x: torch.Tensor, std: float, key: bytes) -> torch.Tensor:
     if not std:
         return x
     flat, noisy = x.reshape(-1), torch.empty_like(x).reshape(-1)
-    for start in range(0, len(flat), AT_ONCE):
-        stop = min(start + AT_ONCE, len(flat))
+    for start in range(0, len(flat), NOISE_CHUNK):
+        stop = min(start + NOISE_CHUNK, len(flat))
         normals = standard_normals(key, start, stop, double=True)
         noisy[start:stop] = (flat[start:stop].to("cpu", torch.float64) + std * normals).to(x.device, x.dtype)
     return noisy.view(x.shape)

@@ -18,14 +18,14 @@ from mpu_cli.options.unlearning import AUTO, Training, Unlearning
 from mpu_cli.training.losses import algorithm_named
 from mpu_cli.training.optimizers import OPTIMIZERS
 
-REACH = 8.0  # steps · rate · √weights
+ADAM_REACH = 8.0  # steps · rate · √weights
 # rate · √weights in long trainings, as there is more to forget or to learn: 1e-5 at 1B, the paper's
 LEAST_REACH_PER_STEP = 0.32
 UNBOUNDED = 0.25  # times these, for losses that fall without end
 LOW_RANK = 0.25  # times these, for factors, whose product moves further
 LEAST_STEPS = 10  # fewer, larger steps damage what should stay
 SCORED_TOGETHER = 64  # records, on an accelerator
-LARGE = 50_000_000  # weights, from which products take most of the time
+LARGE_MODEL_WEIGHTS = 50_000_000  # weights, from which products take most of the time
 HARDLY_FORGETS = 0.1  # of the usual rate, below which little is forgotten
 
 
@@ -45,7 +45,7 @@ def usual_rate(options: Unlearning, weights: int, steps: int) -> float | None:
         return None
     share = 1.0 if algorithm_named(options.algo).bounded else UNBOUNDED
     share *= 1.0 if options.lora.lora_rank is None else LOW_RANK
-    return _rounded_rate(share * max(REACH / max(LEAST_STEPS, steps), LEAST_REACH_PER_STEP), weights)
+    return _rounded_rate(share * max(ADAM_REACH / max(LEAST_STEPS, steps), LEAST_REACH_PER_STEP), weights)
 
 
 def with_rate(options: Unlearning, weights: int, steps: int) -> Training:
@@ -71,7 +71,7 @@ def with_precision(training: Training, model: Model) -> Training:
     if training.precision != AUTO:
         return training
     weights = sum(info.elements for info in model.checkpoint.tensors.values())
-    pays = weights >= LARGE and _computes_in_bfloat16(device_of(training.device))
+    pays = weights >= LARGE_MODEL_WEIGHTS and _computes_in_bfloat16(device_of(training.device))
     return replace(training, precision="mixed" if pays else "float32")
 
 

@@ -24,7 +24,7 @@ from mpu_cli.model.network import Head, Logits, input_of, output_of_layer, separ
 from mpu_cli.records.encode import Example, pad
 from mpu_cli.training.losses import Frozen, Scores, locate_answers, score
 
-ROWS = 1 << 14  # of the embedding that are converted to float64 at a time
+EMBEDDING_ROWS = 1 << 14  # of the embedding that are converted to float64 at a time
 FORMAT, VERSION = "mpu-reference", 1
 
 
@@ -220,7 +220,9 @@ def steering_direction(model: PreTrainedModel, seed: int) -> torch.Tensor:
     embedding = model.get_input_embeddings().weight
     draws = torch.randn(len(embedding), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
     products = squares = torch.zeros(embedding.shape[1], dtype=torch.float64, device=embedding.device)
-    for rows, normals in zip(embedding.split(ROWS), draws.to(embedding.device).split(ROWS), strict=True):
+    for rows, normals in zip(
+        embedding.split(EMBEDDING_ROWS), draws.to(embedding.device).split(EMBEDDING_ROWS), strict=True
+    ):
         products = products + rows.double().T.mv(normals)
         squares = squares + rows.double().square().sum(0)
     uniform = 2 * torch.special.ndtr(products / squares.sqrt().clamp(min=torch.finfo(torch.float64).tiny)) - 1

@@ -59,8 +59,8 @@ class TrainingNoise:
 
 
 LEAST_HELD_OUT = 16
-SCORED = 128  # records of a set at most: the standard error of a mean probability is then below 0.05
-FAITHFUL = 0.01  # permanent noise, as a share of the weights, up to which a copy's scores are the model's
+SCORED_RECORDS = 128  # records of a set at most: the standard error of a mean probability is then below 0.05
+FAITHFUL_NOISE = 0.01  # permanent noise, as a share of the weights, up to which a copy's scores are the model's
 HALVINGS = 3  # of the upper half of the change, in which the share that suffices is sought
 LARGEST_SCALE = 1.5  # of a change that was found with noise, which forgets less without it
 
@@ -74,10 +74,12 @@ QUIET, LOUD = 0.005, 0.05  # nats
 LOUD_SCALE = 1.4
 QUIET_SHARE = 0.2  # of what may be left, as much as a quiet copy may have: the server's model has about twice that
 EVERY = 10  # steps between looks, each of which takes as long as one to three steps
-RISE = 0.01  # of what is kept, in PLATEAU looks, below which it is said not to rise any more
-PLATEAU = {True: 5, False: 2}  # by whether the scores are the server's model's, which may still reach the goal
-NEAR = 0.8  # of what `check` lets be left, and of twice that for the end of the interval, which more would endanger
-REACHED = 1.0  # nats above the level, on average over records, from which the loss hardly pulls any more
+MIN_KEPT_RISE = 0.01  # of what is kept, in PLATEAU_LOOKS looks, below which it is said not to rise any more
+PLATEAU_LOOKS = {True: 5, False: 2}  # by whether the scores are the server's model's, which may still reach the goal
+TARGET_SHARE = (
+    0.8  # of what `check` lets be left, and of twice that for the end of the interval, which more would endanger
+)
+LEVEL_MARGIN = 1.0  # nats above the level, on average over records, from which the loss hardly pulls any more
 STEPS, PASSES = 180, 20  # where no limit is given: so many steps, or passes over the records to forget if they are more
 
 # A record that has reached the level goes on falling for some steps, by about one nat where the noise is small.
@@ -123,14 +125,15 @@ class Look:
 
 
 def hold_out(data: Dataset, share: float) -> Dataset:
-    """``data`` with ``share`` of its retain records, LEAST_HELD_OUT at least and SCORED at most, held out of training.
+    """``data`` with ``share`` of its retain records held out of training, LEAST_HELD_OUT at least and SCORED_RECORDS at
+    most.
 
     They are chosen by their digests, so that they are the same for every copy. Of fewer than twice LEAST_HELD_OUT
     records, half is held out; with a share of 0, none.
     """
     if not share:
         return data
-    count = min(max(LEAST_HELD_OUT, round(share * len(data.retain))), SCORED, len(data.retain) // 2)
+    count = min(max(LEAST_HELD_OUT, round(share * len(data.retain))), SCORED_RECORDS, len(data.retain) // 2)
     chosen = {id(record) for record in sorted(data.retain, key=digest_of_record)[:count]}
     return replace(
         data,
@@ -219,8 +222,9 @@ class Scorer:
 
 
 def _spread(count: int) -> list[int]:
-    """SCORED numbers below ``count`` at equal distances; all of them if there are fewer."""
-    return [number * count // SCORED for number in range(SCORED)] if count > SCORED else list(range(count))
+    """SCORED_RECORDS numbers below ``count`` at equal distances; all of them if there are fewer."""
+    chosen = min(count, SCORED_RECORDS)
+    return [number * count // chosen for number in range(chosen)]
 
 
 class Watching(TrainerCallback):
@@ -245,7 +249,7 @@ class Watching(TrainerCallback):
         observer: Observer,
     ):
         self._scorer, self._goal, self._course, self._observer = scorer, until.goal, until.course, observer
-        self.is_faithful = noise <= FAITHFUL
+        self.is_faithful = noise <= FAITHFUL_NOISE
         self._cost = 0.0 if self.is_faithful else scorer.cost_of_noise(model, noise, seed)
         self.looks: list[Look] = []
         self._place = _place_for_copies(model)
@@ -359,7 +363,7 @@ class Watching(TrainerCallback):
         """Whether half of what may be left is left, and the records are too many for that to be chance; on a noisy
         copy, also whether the loss hardly pulls any more."""
         share = look.left <= self._goal.max_left / 2 and look.left_high <= self._goal.max_left
-        return share and (self.is_faithful or look.above <= REACHED)
+        return share and (self.is_faithful or look.above <= LEVEL_MARGIN)
 
     def _is_well_forgotten(self, look: Look) -> bool:
         """Whether so little is left on a quiet copy that the server's model has forgotten, too."""
@@ -374,7 +378,7 @@ class Watching(TrainerCallback):
         goal = self._goal
         below = goal.max_left - max(0.0, look.left)
         above = look.kept - goal.min_kept
-        near = look.left <= NEAR * goal.max_left and look.left_high <= 2 * NEAR * goal.max_left
+        near = look.left <= TARGET_SHARE * goal.max_left and look.left_high <= 2 * TARGET_SHARE * goal.max_left
         return near and below * (1 - goal.min_kept) >= above * goal.max_left
 
     def _is_done(self) -> bool:
@@ -387,9 +391,9 @@ class Watching(TrainerCallback):
             return False
         if look.kept is None or look.kept >= (1 + self._goal.min_kept) / 2:
             return True
-        plateau = PLATEAU[self.is_faithful]
+        plateau = PLATEAU_LOOKS[self.is_faithful]
         earlier = [one.kept for one in self.looks[-1 - plateau : -1] if one.kept is not None]
-        return len(earlier) == plateau and max(*earlier, look.kept) - min(*earlier, look.kept) <= RISE
+        return len(earlier) == plateau and max(*earlier, look.kept) - min(*earlier, look.kept) <= MIN_KEPT_RISE
 
 
 COPIES = 6  # of the trained weights: those before, the best, those at a look, and what computing them takes

@@ -63,10 +63,10 @@ from mpu_cli.wording import counted
 
 # What a training did: its losses before and after, and what they say.
 
-MEASURED = 128  # records of a set whose loss is measured before and after: enough to tell what went wrong
-HARDLY = 0.1  # rise of the forget loss, in nats per answer token, below which little was forgotten
-UNKNOWN = 3.0  # forget loss before training above which a model hardly knew the records
-RUINED = 1.0  # rise of the retain loss above which the model lost much of what it should keep
+MEASURED_RECORDS = 128  # records of a set whose loss is measured before and after: enough to tell what went wrong
+MIN_FORGET_RISE = 0.1  # rise of the forget loss, in nats per answer token, below which little was forgotten
+MAX_KNOWN_LOSS = 3.0  # forget loss before training above which a model hardly knew the records
+MAX_RETAIN_RISE = 1.0  # rise of the retain loss above which the model lost much of what it should keep
 
 
 @dataclass(frozen=True)
@@ -138,18 +138,18 @@ class UnlearningResult:
             problems.append(f"--delta-dtype lost {self.rounding:.0%} of the change: leave it out, or use bfloat16")
         if before is None or after is None:
             return problems
-        if before.forget > UNKNOWN:
+        if before.forget > MAX_KNOWN_LOSS:
             problems.append(
                 f"the copy hardly knew the records before (loss per answer token {before.forget:.3f}): are these the "
                 "records that it learned, in the chat template that it learned them with?"
             )
-        if after.forget - before.forget < HARDLY:
+        if after.forget - before.forget < MIN_FORGET_RISE:
             problems.append(
                 f"the records were hardly forgotten (loss per answer token {before.forget:.3f} → {after.forget:.3f}); "
                 f"raise --lr (it was {self.rate:.2g}) or --epochs, or lower --batch-size for more steps; `mpu tune` "
                 "finds what forgets"
             )
-        if before.retain is not None and after.retain is not None and after.retain - before.retain > RUINED:
+        if before.retain is not None and after.retain is not None and after.retain - before.retain > MAX_RETAIN_RISE:
             problems.append(
                 "the model lost much of what it should keep (loss per answer token on the retain set "
                 f"{before.retain:.3f} → {after.retain:.3f}); lower --lr or --epochs"
@@ -158,11 +158,11 @@ class UnlearningResult:
 
 
 def measure(model: PreTrainedModel, sets: Mapping[str, ExampleSet], options: Unlearning) -> Measured:
-    """The mean losses of ``model`` on the first records of each set, MEASURED at most."""
+    """The mean losses of ``model`` on the first records of each set, MEASURED_RECORDS at most."""
     size = scored_at_once(options.training, model.device)
     training = model.training
     model.eval()
-    forget = sets["forget"].examples[:MEASURED]
+    forget = sets["forget"].examples[:MEASURED_RECORDS]
     retain = sets["retain"].examples[: len(forget)] if "retain" in sets else None
     measured = Measured(Answers(forget, size).loss(model), Answers(retain, size).loss(model) if retain else None)
     model.train(training)

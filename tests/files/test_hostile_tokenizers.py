@@ -37,7 +37,7 @@ class TestAChatTemplateThatNeverEnds:
         ids=["loops", "text", "doubling", "number"],
     )
     def test_it_is_stopped(self, mpu: Callable, root: Path, template: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(sandbox, "SECONDS", 2.0)
+        monkeypatch.setattr(sandbox, "REQUEST_SECONDS", 2.0)
         copy = publish_copy(mpu, root)
         (copy / "chat_template.jinja").write_text(template)
         started = time.monotonic()
@@ -117,7 +117,7 @@ class TestATokenizerThatNeverEnds:
         """Whoever started it may have been killed: then the limit of time ends it."""
         program = (
             "import mpu_cli.files.sandbox as sandbox, threading, time, os\n"
-            "sandbox.SECONDS = 8.0\n"
+            "sandbox.REQUEST_SECONDS = 8.0\n"
             "loops = '{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}'\n"
             "ask = lambda: sandbox.PROCESS.render({'chat_template': loops}, [[]], 1000)\n"
             "threading.Thread(target=ask, daemon=True).start()\n"
@@ -180,7 +180,7 @@ class TestAnAdapter:
              rank_pattern={"(a*)*b": 10**6}, exclude_modules="(([a-z_.0-9])*)*X")  # fmt: skip
         assert self.measure(mpu, root).json["metrics"] == honest
         (adapter / "adapter_config.json").write_text(json.dumps({**config, "alpha_pattern": {"(([a-z_.0-9])*)*X": 1}}))
-        monkeypatch.setattr(sandbox, "SECONDS", 2.0)
+        monkeypatch.setattr(sandbox, "REQUEST_SECONDS", 2.0)
         assert "it took longer" in self.measure(mpu, root, check=False).err
 
     @pytest.mark.slow

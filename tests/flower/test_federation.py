@@ -546,8 +546,8 @@ def play(root: Path, monkeypatch: pytest.MonkeyPatch) -> Callable:
     pytest.importorskip("flwr")
     from mpu_cli.flower import exchange, server_app
 
-    monkeypatch.setattr(exchange, "PAUSE", 0.01)
-    monkeypatch.setattr(exchange, "LOOK", 0.01)
+    monkeypatch.setattr(exchange, "RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(exchange, "POLL_SECONDS", 0.01)
 
     def play(grid: InProcess, working: str, **config: object) -> list[str]:
         said: list[str] = []

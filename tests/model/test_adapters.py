@@ -155,7 +155,7 @@ def test_an_adapter_on_one_of_two_tied_layers_is_remarked_on(tmp_path: Path) -> 
 def test_what_is_not_honoured_is_refused(
     tmp_path: Path, entries: dict, complaint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox, "SECONDS", 2.0)
+    monkeypatch.setattr(sandbox, "REQUEST_SECONDS", 2.0)
     make_adapter(tmp_path, "llama-biases")
     edit(tmp_path, **entries)
     with pytest.raises(MpuError, match=complaint):

@@ -121,11 +121,11 @@ def test_checkpoints_by_time_and_none_after_the_last_step(folder, monkeypatch):
             super().on_save(arguments, state, *args, **more)
 
     monkeypatch.setattr(loop, "Saving", Watched)
-    monkeypatch.setattr(execution, "SHARE", math.inf)
+    monkeypatch.setattr(execution, "CHECKPOINT_SHARE", math.inf)
     copy, data, logging = open_model(str(folder / "base")), read_dataset(options), Logging(resume=True)
     unlearn(copy, data, options, target=folder / "delta_a", logging=logging)
     assert saved == []
-    monkeypatch.setattr(execution, "SECONDS", 0.0)
+    monkeypatch.setattr(execution, "CHECKPOINT_SECONDS", 0.0)
     steps = unlearn(copy, data, options, target=folder / "delta_b", logging=logging).steps
     assert saved == list(range(1, len(steps)))
     assert len(saved) > 1

@@ -49,7 +49,7 @@ class Tune(Command):
         return tune(open_model(self.model, links=False), data, self.unlearning, self, observer)
 
     def report(self, found: tuple[Trial | None, Sequence[Trial]], observer: Observer) -> Report:
-        from mpu_cli.training.unlearn import HARDLY
+        from mpu_cli.training.unlearn import MIN_FORGET_RISE
 
         best, trials = found
         rows = []
@@ -61,7 +61,7 @@ class Tune(Command):
         observer.table("Rise of the loss per answer token", columns, rows)
         if best is None:
             raise MpuError("no trial stayed in bounds", "lower --least-lr, or raise --max-rise or --trials")
-        if best.forget_rise < HARDLY:
+        if best.forget_rise < MIN_FORGET_RISE:
             observer.warn(
                 f"nothing found that forgets: the loss rose by at most {best.forget_rise:.3f} nats; raise "
                 "--most-epochs, --max-rise or --trials, or lower --batch-size"
