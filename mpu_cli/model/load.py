@@ -149,8 +149,7 @@ def _experts(config: PretrainedConfig, dtype: torch.dtype) -> str:
 def load_once_per_host() -> None:
     """Let ``load`` read weights in the first process of a host only, where the others receive theirs from it.
 
-    Those get a model of memory that nothing was written to. With FSDP 2 accelerate distributes the weights, with ZeRO-3
-    DeepSpeed.
+    Those get a model of memory that nothing was written to. Accelerate distributes the weights.
     """
     if parse_flag_from_env("ACCELERATE_USE_FSDP"):
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"
