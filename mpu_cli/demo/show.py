@@ -192,7 +192,7 @@ class Story:
 
 KNOWLEDGE = ("forget_Q_A_Prob", "forget_Q_A_ROUGE", "retain_Q_A_Prob", "retain_Q_A_ROUGE")
 SMALL = Story(
-    people=40, forgotten=4, unseen=4, evaluated=36, epochs=50,
+    people=40, forgotten=4, unseen=12, evaluated=36, epochs=50,
     # The level at which `unlearn --unseen` arrives, too: the log-probability of what the model never saw.
     unlearning=Unlearning(algo="hinge", epochs=35, loss=Loss(level=-1.6), training=Training(batch_size=10)),
     disguise=Disguise(),
@@ -205,7 +205,7 @@ SMALL = Story(
 )  # fmt: skip
 # A real model on two cores: fewer people, the noise that `publish` chooses for it, and what can be shown.
 REAL = Story(
-    people=10, forgotten=2, unseen=2, evaluated=3, epochs=8,
+    people=10, forgotten=2, unseen=6, evaluated=3, epochs=8,
     unlearning=Unlearning(
         algo="npo", epochs=12, training=Training(lr=3e-5, batch_size=10),
     ),
