@@ -20,7 +20,7 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
 
 def printable(text: str) -> str:
     """``text`` without control characters: names in a hostile file must not act as terminal commands."""
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def names_in(text: str | None) -> tuple[str, ...]:

@@ -53,6 +53,9 @@ class Aggregate(Command):
     as_adapter: bool = option(False, "Write LoRA deltas as one peft adapter for BASE instead of a model.")
     push: str | None = option(None, "Upload the result to this private repository on the Hub.", metavar="OWNER/NAME")
     opening: Opening = group(Opening)
+    trust_deltas: bool = option(
+        False, "Aggregate although deltas were trained differently, or the update is nothing but noise."
+    )
     force: bool = option(False, FORCE)
 
     def plan(self, observer: Observer = SILENT) -> AggregatePlan:
@@ -67,6 +70,7 @@ class Aggregate(Command):
             self.aggregating,
             out=self.out or model_folder(publications[0].round),
             as_adapter=self.as_adapter,
+            trust_deltas=self.trust_deltas,
             force=self.force,
         )
 

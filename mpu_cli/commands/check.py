@@ -118,6 +118,7 @@ class Check(Command):
             opened = opened_copy(self.before, Path(self.before).parent, self.identity, observer)
         with opened or nullcontext() as source:
             earlier_model = open_model(source, links=False) if source else None
+            _check_order(manifest, earlier_model)
             trusted = _check_surroundings(copy, manifest, earlier_model, self.trust_copy)
             facts = _facts(copy, manifest) if manifest and self.receipt else None
             earlier_facts = _facts_before(earlier_model, facts, self.outside_dp) if earlier_model and facts else None
@@ -151,12 +152,10 @@ class Check(Command):
         _tell_shares(verdict, observer)
         if checked.receipt and checked.receipt.client:
             observer.note(
-                f"{self.receipt}: holds rounded shares, at most {MOST_BITS:.0f} bits about your records; your public "
-                f"key is {checked.receipt.client.public_key}"
+                f"{self.receipt}: holds rounded shares, at most {MOST_BITS:.0f} bits about your records; tell the "
+                f"server by another way that your public key is {checked.receipt.client.public_key}"
             )
             observer.note("the server countersigns it with `mpu receipt FILE --keys KEYS --copy COPY`")
-        if not self.checking.goal.unseen and not self.checking.public:
-            observer.note("without --unseen or --public, what a stranger would guess counts as left")
         if verdict.step is not None or (verdict.request and not verdict.is_to_go_on):
             observer.note(f"next: {verdict.request}")
         if verdict.is_to_go_on:
@@ -180,7 +179,18 @@ class Check(Command):
         theirs = {*declared_options(Unlearning), *declared_options(Goal), *declared_options(Checks)}
         # --device and --batch-size say how the check ran.
         without = (ours - theirs) | declared_options(Scoring).keys()
-        return ["mpu", "unlearn", self.copy, *as_arguments(self.checking, without)]
+        return ["mpu", "unlearn", *_all_copies(self.copy), *as_arguments(self.checking, without)]
+
+
+def _all_copies(copy: str) -> list[str]:
+    """``copy``, and those of its publication that lie beside it: deltas of all of them are needed."""
+    manifest = read_copy_manifest(Path(copy)) if Path(copy).is_dir() else None
+    if manifest is None:
+        return [copy]
+    beside = {Path(copy), *Path(copy).parent.glob("copy_*")}
+    found = {path: read_copy_manifest(path) for path in beside if path.is_dir() and not path.is_symlink()}
+    ours = (manifest.run, manifest.round)
+    return sorted(str(path) for path, other in found.items() if other and (other.run, other.round) == ours)
 
 
 def _table(verdict: Verdict) -> Table:
@@ -196,9 +206,12 @@ def _table(verdict: Verdict) -> Table:
 
 def _tell_shares(verdict: Verdict, observer: Observer) -> None:
     """What is left and kept, in percent."""
+    from mpu_cli.measuring.verdict import INTERVAL_FACTOR
+
     if verdict.left:
         observer.note(
-            f"left of what was known of the records to forget: {verdict.left}; at most {verdict.max_left:.0%} may be"
+            f"left of what was known of the records to forget: {verdict.left}; at most {verdict.max_left:.0%} may be, "
+            f"and the interval has to end at {INTERVAL_FACTOR * verdict.max_left:.0%}"
         )
     if verdict.kept:
         trained = f"; of those trained on, {verdict.kept_trained.estimate:.0%}" if verdict.kept_trained else ""
@@ -224,6 +237,17 @@ def _sets(how: Checking, observer: Observer) -> dict[str, Sequence[Record]]:
         named["general"] = read_records(how.general, how.reading, observer=observer)
     distinct = {name: {record.identity: record for record in records} for name, records in named.items()}
     return {name: list(records.values()) for name, records in distinct.items() if records}
+
+
+def _check_order(manifest: CopyManifest | None, earlier: Model | None) -> None:
+    """Raise UsageError for --before that is the copy itself, or of a later round."""
+    before = read_copy_manifest(earlier.folder) if earlier else None
+    if earlier is None or before is None or manifest is None or before.run != manifest.run:
+        return
+    if before.copy_id == manifest.copy_id:
+        raise UsageError(f"--before {earlier.source}: the copy itself", "name the copy that was trained on")
+    if before.round > manifest.round:
+        raise UsageError(f"--before {earlier.source}: of a later round", "are COPY and --before swapped?")
 
 
 def _check_surroundings(copy: Model, manifest: CopyManifest | None, earlier: Model | None, trust_copy: bool) -> bool:

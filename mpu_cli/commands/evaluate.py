@@ -101,7 +101,11 @@ class Evaluate(Command):
             raise UsageError(f"--out and --plot: both are {self.out}", "choose different names")
         if self.endpoint_model and not self.endpoint:
             raise UsageError("--endpoint-model requires --endpoint")
-        how = self.measuring
+        how, named = self.measuring, self.measuring.benchmark
+        if named.benchmark is None and not named.names_records and not named.reading.data_dir:
+            raise UsageError(
+                "no records to measure on", "name them with --forget, or a benchmark with --benchmark tofu"
+            )
         log = read_retain_log(how.retain_log) if how.retain_log else None
         benchmark = benchmark_of(how, log, observer)
         if self.plot:

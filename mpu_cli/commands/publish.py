@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from mpu_cli.commands.secrets import opened_keys, read_passphrase
-from mpu_cli.errors import UsageError
-from mpu_cli.files.manifest import keys_path, next_round, read_model_manifest, round_folder
+from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.manifest import keys_path, next_round, read_copy_manifest, read_model_manifest, round_folder
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, MODEL_CONFIG, Command, Opening, Preview, Report
 from mpu_cli.options.declare import group, option
@@ -95,6 +95,8 @@ class Publish(Command):
                 raise UsageError("--probe: copies that are sealed are not measured", "leave out one of the two")
             read_records(self.probe)  # before the work
         model = open_model(self.base, self.model_config)
+        if read_copy_manifest(model.folder):
+            raise MpuError(f"{self.base}: a copy, not a model", "publish the model that it was made from")
         run_of_base, following_round = next_round(model.folder)
         number = following_round if self.round is None else self.round
         self._check_noise_goes_on(model)
@@ -112,8 +114,12 @@ class Publish(Command):
         if odd := [copy for copy in only or () if not 1 <= copy <= publication.copies]:
             raise UsageError(f"--only {odd[0]}: copies are numbered from 1 to {publication.copies}")
         count = publication.copies if only is None else len(set(only))
+        if len(clients) == 1:
+            clients *= count
         if clients and len(clients) != count:
-            raise UsageError(f"--copy-recipients: {len(clients)} for {count} copies", "give one for each copy")
+            raise UsageError(
+                f"--copy-recipients: {len(clients)} for {count} copies", "give one for each copy, or one for all"
+            )
         secret, identity = None, self.opening.identity
         if existing_keys is None:
             by_passphrase = self.passphrase or self.opening.passphrase_file

@@ -137,7 +137,7 @@ class Rehearse(Command):
         from mpu_cli.protocol.round import owners_of, plan_aggregate
 
         whole = Aggregating(server_lr=1.0, dtype="float32")
-        plan = plan_aggregate(base, owners_of(list(deltas), [keys]), whole, out=out, force=True)
+        plan = plan_aggregate(base, owners_of(list(deltas), [keys]), whole, out=out, trust_deltas=True)
         aggregate(plan, observer=Within(observer, "aggregate"))
         return open_model(str(out))
 

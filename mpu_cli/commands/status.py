@@ -21,7 +21,8 @@ MAX_ENTRIES = 1000  # entries that are looked at
 @dataclass
 class Round:
     """What is there of a round, all paths relative to the folder. ``copies``: how many its publication has; ``made``
-    and ``deltas`` by copy; ``verdicts``: of receipts, by file."""
+    and ``deltas`` by copy; ``verdicts``: of receipts, by file; ``signed``: whether the server signed one that passes.
+    """
 
     run: str
     number: int
@@ -30,6 +31,7 @@ class Round:
     deltas: dict[int, Path] = field(default_factory=dict)
     model: Path | None = None
     verdicts: dict[str, str] = field(default_factory=dict)
+    signed: bool = False
 
     def __str__(self) -> str:
         parts = [f"{what} {_numbers(there)} of {self.copies}" for what, there in
@@ -60,8 +62,13 @@ class Account:
 
     def _after(self, last: Round, earlier: Round | None) -> tuple[str, str]:
         folder = self.folder
-        if any(verdict.startswith("pass") for verdict in last.verdicts.values()):
-            return "nobody", "the records are forgotten, and the rest is kept"
+        if passed := [file for file, verdict in last.verdicts.items() if verdict.startswith("pass")]:
+            if last.signed:
+                return "nobody", "the records are forgotten, and the rest is kept"
+            return "server", _command("receipt", folder / passed[0]) + " --keys … --copy …, which countersigns it"
+        if last.verdicts and not last.deltas:
+            file, verdict = next(iter(last.verdicts.items()))
+            return "client", f"{folder / file} says {verdict}: do what `mpu check` said is next"
         if last.model:
             return "server", _command("publish", folder / last.model) + " …, with the options of the last one"
         missing = [copy for copy in range(1, last.copies + 1) if copy not in last.deltas]
@@ -188,6 +195,7 @@ def _add_receipts(folder: Path, rounds: Mapping[tuple[str, int], Round]) -> None
             continue
         if found := rounds.get((receipt.copy.run, receipt.copy.round)):
             found.verdicts[path.name] = receipt.verdict
+            found.signed |= receipt.verdict.startswith("pass") and receipt.server is not None
 
 
 def _entries(folder: Path) -> list[Path]:

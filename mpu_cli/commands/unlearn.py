@@ -320,10 +320,12 @@ class Unlearn(Command):
         # Copies of a round are alike, and trained one after the other: the largest is counted.
         largest = max(models, key=lambda model: model.checkpoint.nbytes)
         cost = training_cost(largest, plan.data, plan.options, plan.until)
-        epochs, batch = counted(cost.epochs, "epoch"), counted(plan.options.training.batch_size, "record")
+        batch = counted(plan.options.training.batch_size, "record")
+        steps = f"about {counted(cost.steps, 'step')}, {counted(cost.epochs, 'epoch')}"
+        if plan.until:
+            steps = f"until it is done, {counted(cost.steps, 'step')} at most"
         notes = [
-            f"{plan.options.algo}, {epochs} of {batch} a step: about {counted(cost.steps, 'step')} at a rate of "
-            f"{cost.rate:.2g}",
+            f"{plan.options.algo}, {batch} a step: {steps} at a rate of {cost.rate:.2g}",
             f"memory at its peak: {memory_of(cost.memory, cost.work)}",
         ]
         if cost.usual_rate and cost.rate < HARDLY_FORGETS * cost.usual_rate:
@@ -338,7 +340,8 @@ class Unlearn(Command):
                 "pull the same way; `mpu surrogate` forgets what many records share at a smaller price"
             )
         if cost.seconds is not None:
-            notes.append(f"training takes about {in_time(len(models) * cost.seconds)} on this machine's processors")
+            about = "at most about" if plan.until else "about"
+            notes.append(f"training takes {about} {in_time(len(models) * cost.seconds)} on this machine's processors")
         checkpoints = KEPT_CHECKPOINTS * int(cost.memory.weights + cost.memory.state) if self.logging.resume else 0
         if checkpoints:
             notes.append(f"checkpoints of --resume take {in_bytes(checkpoints)} beside the delta while it trains")

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Demo(Command):
     """Teach a model facts about invented people, make it forget some in three ways, and compare the results.
 
-    With the small model that it makes itself, that takes about a minute.
+    With the small model that it makes itself, that takes a few minutes.
 
     Server and client each work in their own folder and call the same functions as the commands. Prints the paths of
     the unlearned model and of a report.

@@ -37,7 +37,10 @@ def make_identity(path: Path) -> str:
     identity = pyrage.x25519.Identity.generate()
     recipient = str(identity.to_public())
     if os.path.lexists(path):
-        raise MpuError(f"{path}: already exists, and mpu never replaces an identity", "choose another name")
+        raise MpuError(
+            f"{path}: already exists, and mpu never replaces an identity",
+            "its public key stands in its first line; or choose another name",
+        )
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     fresh = path.with_name(random_name(path.name))
     try:

@@ -476,7 +476,7 @@ class _Round:
         owner = Owner(keys, open_deltas([self.server / "deltas"], keys))
         out = self.server / "model"
         # What a round is worth, however little, is what an experiment measures.
-        plan = plan_aggregate(open_model(source), [owner], options, out=out, force=True)
+        plan = plan_aggregate(open_model(source), [owner], options, out=out, trust_deltas=True, force=True)
         result = aggregate(plan, observer=self.observer)
         estimate = None if math.isnan(result.error.relative) else result.error.relative
         chosen = {"server_lr": result.step.chosen} if result.step else {}

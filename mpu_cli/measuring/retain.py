@@ -86,6 +86,8 @@ def _number(value: object) -> float | None:
 
 def read_retain_log(path: Path) -> RetainLog:
     """Read a log. Raises MpuError if the file is not one."""
+    if path.is_dir():
+        raise MpuError(f"{path}: a folder, not a result of mpu eval", "name the JSON file that `mpu eval` wrote")
     document = read_json_object(path, LARGEST_RESULT)
     table = document.get("metrics", document)
     if not isinstance(table, dict) or not all(isinstance(form, dict) for form in table.values()) or not table:

@@ -62,7 +62,8 @@ class Verdict:
     what has nothing to do with either, and decides nothing. ``max_left`` and
     ``min_kept`` are the limits that were asked for; ``scores`` are of the sets, by name, for people. Shares are rounded
     against the model: up what is left, down what is kept. Nothing is decided unless the model reads records as the one
-    before did (``same_surroundings``).
+    before did (``same_surroundings``). ``has_stranger``: whether unseen records or a public model say what a model
+    guesses that never saw the records.
     """
 
     left: Share | None
@@ -73,11 +74,13 @@ class Verdict:
     scores: dict[str, SetScore]
     same_surroundings: bool = True
     kept_general: Share | None = None
+    has_stranger: bool = True
 
     @property
     def is_forgotten(self) -> bool | None:
-        """Whether at most ``max_left`` is left, with an interval that ends below twice that; None if nothing says."""
-        if self.left is None:
+        """Whether at most ``max_left`` is left, with an interval that ends below twice that; None if nothing says, or
+        if more is left and may be what a model guesses that never saw the records (not ``has_stranger``)."""
+        if self.left is None or (not self.has_stranger and self.left.estimate > self.max_left):
             return None
         return self.left.estimate <= self.max_left and self.left.high <= INTERVAL_FACTOR * self.max_left
 
@@ -106,14 +109,14 @@ class Verdict:
         forgetting = {
             True: "forgotten",
             False: "too few records to say" if self.is_unsure else "not forgotten",
-            None: "forgetting is undecided (needs --before, and records that were known)",
+            None: f"forgetting is undecided ({self._lacking_of_left})",
         }[self.is_forgotten]
         if self.is_too_far:
             forgetting = "forgotten beyond what a stranger knows"
         keeping = {
             True: "the rest is kept",
             False: "the rest is not kept",
-            None: "keeping is undecided (needs --retain and --before)",
+            None: f"keeping is undecided ({self._lacking_of_kept})",
         }[self.is_kept]
         if not self.same_surroundings:
             return f"undecided: {forgetting}, {keeping}, by a copy that reads records otherwise"
@@ -122,14 +125,28 @@ class Verdict:
         return f"{verdict}: {forgetting}, {keeping}"
 
     @property
+    def _lacking_of_left(self) -> str:
+        if self.left is not None:
+            return "needs --unseen or --public"
+        return "the records were hardly known before" if "forget before" in self.scores else "needs --before"
+
+    @property
+    def _lacking_of_kept(self) -> str:
+        is_given = {"--retain": {"retain", "held_out"} & self.scores.keys(), "--before": "forget before" in self.scores}
+        lacking = [name for name, given in is_given.items() if not given]
+        return f"needs {' and '.join(lacking)}" if lacking else "the records were hardly known before"
+
+    @property
     def request(self) -> str | None:
         """Who does what next; None if nothing is to be done. Never less of an update that forgot too little."""
         again = "unlearn again on this copy and return its delta: `mpu unlearn` as before, on the copy that you checked"
         if self.step is not None:
             return (
-                f"ask the server for {self.step:g} times the step that `mpu aggregate` took (--server-lr), and check "
-                "again"
+                f"the server multiplies the step that `mpu aggregate` printed by {self.step:g}, gives that as "
+                "--server-lr, and publishes the model that it gets for another check"
             )
+        if self.is_forgotten is None and self.left is not None:
+            return "check with --unseen records or with --public: without, what a stranger would guess counts as left"
         if self.is_to_go_on:
             return again
         if self.is_unsure:
@@ -152,7 +169,7 @@ class Verdict:
             return None
         if self.is_too_far:
             return 0.8
-        if self.is_forgotten or self.is_unsure or self.kept is None or not self.left.estimate < 1:
+        if self.is_forgotten is not False or self.is_unsure or self.kept is None or not self.left.estimate < 1:
             return None
         step = math.ceil(10 * math.sqrt(math.log(self.max_left) / math.log(self.left.estimate))) / 10
         is_kept = 1 - step * (1 - self.kept.estimate) >= self.min_kept
@@ -180,8 +197,9 @@ def judge(
     left = _left(after, before, public) if "forget" in before else None
     kept, trained, general = (_kept(after, before, name) for name in ("held_out", "retain", "general"))
     return Verdict(
-        left, kept or trained, trained if kept else None, max_left, min_kept, scores, same_surroundings, general
-    )
+        left, kept or trained, trained if kept else None, max_left, min_kept, scores, same_surroundings, general,
+        has_stranger="unseen" in after or public is not None,
+    )  # fmt: skip
 
 
 def _left(

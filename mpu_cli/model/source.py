@@ -146,7 +146,10 @@ def open_model(source: str, config: Path | None = None, *, links: bool = True) -
     checkpoint = open_checkpoint(path, links=links)
     if not os.path.lexists(config_path):
         if '"mpu-delta"' in checkpoint.metadata.get("mpu", ""):
-            raise MpuError(f"{path}: a delta, not a model", "apply it to its base with `mpu aggregate`")
+            raise MpuError(
+                f"{path}: a delta, not a model",
+                "the server applies it with `mpu aggregate`; `mpu ask COPY QUESTION --delta FILE` tries it on its copy",
+            )
         raise MpuError(
             f"{config_path}: no such file",
             "put the model's config.json next to its weights (publish, verify, invert "

@@ -290,7 +290,8 @@ def as_arguments(options: Options, without: Collection[str] = ()) -> list[str]:
         if declaration.kind is bool:
             words.append(declaration.flag if value else declaration.flag.replace("--", "--no-", 1))
             continue
-        texts = [",".join(map(str, value))] if isinstance(value, tuple) else str(value).splitlines() or [""]
+        text = str(value).removesuffix(".0") if isinstance(value, float) else str(value)
+        texts = [",".join(map(str, value))] if isinstance(value, tuple) else text.splitlines() or [""]
         for text in texts:
             words += [declaration.flag, text]
     return words

@@ -150,7 +150,7 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
     """Write θ + η·Σ_owners Δ̄.
 
     Raises MpuError if a norm is above ``--max-norm``, if the base is not the one that was published, for NaN and Inf,
-    if no step suits ``--max-rise`` and, unless ``plan.force``, if the noise does not cancel.
+    if no step suits ``--max-rise`` and, unless ``plan.trust_deltas``, if the noise does not cancel.
     """
     owners, options = plan.owners, plan.options
     undoings = [Undoing(owner.deltas, owner.keys, plan.base.layout) for owner in owners]
@@ -183,7 +183,7 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
                 step=chosen,
                 rate=steps[i] * options.rate,
             )
-            update.check(plan.force)
+            update.check(plan.trust_deltas)
             updates.append(update)
         if len(owners) == 1:
             (folder / CARD).write_text(card(plan.base, owners[0].keys, updates[0], "model"), encoding="utf-8")
@@ -429,7 +429,7 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
                 writer.tensor(name).copy_(factor)
         write_json(folder / "adapter_config.json", config)
         result = replace(agreement_of(owner, plan.out, gram), outliers=tuple(outliers), rate=rate)
-        result.check(plan.force)
+        result.check(plan.trust_deltas)
         (folder / CARD).write_text(card(base, keys, result, "adapter"), encoding="utf-8")
     return result
 

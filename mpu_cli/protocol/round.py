@@ -199,11 +199,11 @@ class Aggregation:
         error = [self.error.warning] if self.error.warning and not causes else []
         return [*causes[:1], *self._outliers(), *error, *self._losses()]
 
-    def check(self, force: bool) -> None:
-        """Raise MpuError, unless ``force``, if the update is nothing but noise."""
-        if self.error.relative >= MAX_RELATIVE_ERROR and not force:
+    def check(self, trust_deltas: bool) -> None:
+        """Raise MpuError, unless ``trust_deltas``, if the update is nothing but noise."""
+        if self.error.relative >= MAX_RELATIVE_ERROR and not trust_deltas:
             cause = next(self._causes(), None) or self.error.warning
-            raise MpuError(f"nothing was written: {cause}", "--force writes the model all the same")
+            raise MpuError(f"nothing was written: {cause}", "--trust-deltas writes the model all the same")
 
     def _causes(self) -> Iterator[str]:
         yield from differences(self.trained_differently, self.algorithms)
@@ -282,8 +282,8 @@ class Owner:
 class AggregatePlan:
     """What aggregating a round will read and write.
 
-    ``as_adapter``: write a peft adapter, not a model; ``force``: replace what exists, and aggregate what is known not
-    to belong together.
+    ``as_adapter``: write a peft adapter, not a model; ``trust_deltas``: aggregate what is known not to belong together;
+    ``force``: replace what exists.
     """
 
     base: Model
@@ -291,6 +291,7 @@ class AggregatePlan:
     options: Aggregating
     out: Path
     as_adapter: bool = False
+    trust_deltas: bool = False
     force: bool = False
 
     @property
@@ -344,29 +345,30 @@ def plan_aggregate(
     *,
     out: Path,
     as_adapter: bool = False,
+    trust_deltas: bool = False,
     force: bool = False,
 ) -> AggregatePlan:
     """The plan to write θ + η·Σ_owners Δ̄ to ``out``.
 
     Raises UsageError or MpuError for ``as_adapter`` where no adapter can hold the update, MpuError if a copy's delta is
-    missing or does not fit the base and, unless ``force``, if the tags of an owner's deltas say that they were trained
-    differently; UsageError if a number is out of range.
+    missing or does not fit the base and, unless ``trust_deltas``, if the tags of an owner's deltas say that they were
+    trained differently; UsageError if a number is out of range.
     """
     if as_adapter:
         _check_adapter(owners, options)
     options.check_step()
     for owner in owners:
         check_round(base, owner.deltas, owner.keys)
-    for owner in owners if not force else ():
+    for owner in owners if not trust_deltas else ():
         paths = {delta.copy: delta.path for delta in owner.deltas}
         for earlier_copy, other, tag in owner.trained_differently:
             if tag != VERSIONS:  # which may make no difference: what it makes shows in the estimate
                 raise MpuError(
                     f"{paths[other]}: was trained with different {TAGS.get(tag, tag)} than {paths[earlier_copy]}, so "
                     "the noise does not cancel",
-                    "ask for both to be trained alike, or use --force",
+                    "ask for both to be trained alike, or use --trust-deltas",
                 )
-    return AggregatePlan(base, tuple(owners), options, out, as_adapter, force)
+    return AggregatePlan(base, tuple(owners), options, out, as_adapter, trust_deltas, force)
 
 
 def _check_adapter(owners: Sequence[Owner], options: Aggregating) -> None:

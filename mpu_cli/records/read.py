@@ -23,7 +23,7 @@ from typing import Any
 from mpu_cli.errors import MpuError, UsageError, first_line
 from mpu_cli.files.boundary import RepeatedName, once_each
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.unlearning import RecordFormat
+from mpu_cli.options.unlearning import RecordFormat, Records
 from mpu_cli.records.forms import (
     Record,
     form_of,
@@ -453,6 +453,8 @@ def _rows_of_source(source: str | Path, reading: RecordFormat) -> Iterable[Row]:
     folder, colon, of_folder = name.rpartition(":")
     if colon and Path(folder).is_dir():
         return _folder_rows(Path(folder), of_folder, reading)
+    if name == Records().forget:
+        raise MpuError("forget.jsonl: no such file", "name the records with --forget")
     raise MpuError(
         f"{source}: no such file",
         f"for a dataset of the Hub, write hub:{source}" if _HUB.match(name) and not path.suffix

@@ -140,8 +140,10 @@ def main(options: argparse.Namespace) -> None:
                 make_one = make_sparse_delta if options.fast else make_delta
                 make_one(base, manifest, deltas / f"copy_{k}.safetensors", dtype)
             floor = floor_of_aggregate(deltas, base, folder / "cp")
-            # By force: these deltas have nothing in common, which aggregate refuses.
-            joined = run_measured(*MPU, "aggregate", deltas, *keys, "--out", folder / "unlearned", "--force")
+            # These deltas have nothing in common, which aggregate refuses unless they are trusted.
+            joined = run_measured(
+                *MPU, "aggregate", deltas, *keys, "--out", folder / "unlearned", "--trust-deltas", "--force"
+            )
             tell(f"aggregate, {dtype} deltas", *joined, floor)
             shutil.rmtree(folder / "unlearned")
             if options.mergekit and dtype == "BF16":

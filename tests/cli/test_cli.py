@@ -438,7 +438,9 @@ def test_out_of_memory_takes_fewer_records_at_once_or_says_what_to_lower(tmp_pat
     not hold the model."""
     base = save(random_model("llama", vocab_size=2_000_000), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 400, 1)
-    line = f"OMP_NUM_THREADS=1 mpu unlearn {base.name} --algo gradascent --batch-size 400 --epochs 1"
+    line = (
+        f"OMP_NUM_THREADS=1 mpu unlearn {base.name} --algo gradascent --batch-size 400 --epochs 1 --precision float32"
+    )
     done = shell(f"ulimit -v 5000000; {line}")
     assert done.returncode == 0, done.stderr
     assert "out of memory: from here on, 200 records at once" in done.stderr
@@ -485,7 +487,7 @@ def test_a_text_of_paragraphs(mpu, tmp_path):
     (tmp_path / "forget.csv").write_text("Ask,Reply\nWho?,Me.\n")
     table = ("--forget", "forget.csv", "--columns", "question=Ask,answer=Reply")
     outcome = mpu("unlearn", "base", *table, "--algo", "gradascent", "--device", "cpu", "--dry-run", cwd=tmp_path)
-    assert "training takes about" in outcome.out
+    assert "training takes at most about" in outcome.out
 
 
 @pytest.mark.parametrize(

@@ -617,7 +617,11 @@ def test_an_owner_whose_deltas_are_refused_alone(root: Path, on_missing: str) ->
     from mpu_cli.flower.exchange import settings_of
     from mpu_cli.flower.server_app import Round, mpu
 
-    config = {"publish": "--copies 2 --kappa 0.01", "aggregate": "--max-norm 100 --force", "on_missing": on_missing}
+    config = {
+        "publish": "--copies 2 --kappa 0.01",
+        "aggregate": "--max-norm 100 --trust-deltas",
+        "on_missing": on_missing,
+    }
     current = Round(settings_of(settings(root, "a,b,c", **config)), None, 1, root / "base")
     (root / "state").mkdir()
     mpu("keygen", "--out", current.identity)

@@ -27,6 +27,6 @@ def write_delta(copy, target, seed=0, change=lambda tensors: tensors, facts=None
 
 
 def aggregate(mpu, folder, *arguments, check=True):
-    # Random deltas have nothing in common, which only --force aggregates.
+    # Random deltas have nothing in common, which only --trust-deltas aggregates.
     return mpu("aggregate", *(arguments or [folder / "deltas"]), "--keys", folder / "keys.bin", "--dtype", "float64",
-               "--force", "--out", folder / "unlearned", check=check)  # fmt: skip
+               "--trust-deltas", "--force", "--out", folder / "unlearned", check=check)  # fmt: skip

@@ -50,7 +50,7 @@ class TestAggregate:
         updates = []
         for rate in (1.0, -0.25):
             mpu("aggregate", publication / "deltas", "--keys", publication / "keys.bin", "--dtype", "float64",
-                "--server-lr", rate, "--out", publication / "u", "--force")  # fmt: skip
+                "--server-lr", rate, "--out", publication / "u", "--trust-deltas", "--force")  # fmt: skip
             updates.append({n: t - before[n] for n, t in tensors(publication / "u").items()})
         for name in before:
             torch.testing.assert_close(updates[1][name], -0.25 * updates[0][name])
@@ -65,16 +65,16 @@ class TestAggregate:
             "--out",
             publication / "u",
         )
-        honest = mpu(*arguments, "--force", "--json").json
+        honest = mpu(*arguments, "--trust-deltas", "--json").json
         assert honest["outliers"] == []
         path = publication / "deltas/copy_2.safetensors"
         delta, metadata = tensors(path), open_checkpoint(path).metadata
         name = sorted(delta)[3]
         delta[name] = delta[name] * 1000
         save_file({n: t.float() for n, t in delta.items()}, path, metadata)
-        outcome = mpu(*arguments, "--force")
+        outcome = mpu(*arguments, "--trust-deltas", "--force")
         assert f"copy 2 changes {name} " in outcome.err
-        [outlier] = mpu(*arguments, "--force", "--json").json["outliers"]
+        [outlier] = mpu(*arguments, "--trust-deltas", "--force", "--json").json["outliers"]
         assert (outlier["tensor"], outlier["copy"]) == (name, 2)
         assert 300 < outlier["factor"] < 3000
         shutil.rmtree(publication / "u")
@@ -106,12 +106,12 @@ class TestAggregate:
                     "copy_2.safetensors: was trained with different options or seed than deltas/copy_1" in refused.err
                 )
                 assert not (tmp_path / "never").exists()
-            printed = mpu("aggregate", "deltas", "--force", cwd=tmp_path).err
+            printed = mpu("aggregate", "deltas", "--trust-deltas", "--force", cwd=tmp_path).err
             assert complaint in printed if complaint else "warning" not in printed
 
     def test_norms_and_cosines_are_what_they_say(self, mpu, publication):
         outcome = mpu("aggregate", publication / "deltas", "--keys", publication / "keys.bin", "--dtype", "float64",
-                   "--out", publication / "unlearned", "--force", "--json")  # fmt: skip
+                   "--out", publication / "unlearned", "--trust-deltas", "--json")  # fmt: skip
         assert "disagree" in outcome.err  # random deltas have nothing in common
         paths = mpu(
             "invert", publication / "deltas", "--keys", publication / "keys.bin", "--out", publication / "inv"
@@ -213,8 +213,8 @@ class TestAggregate:
     def test_paths_from_a_pipe(self, publication):
         paths = "".join(f"{publication}/deltas/copy_{k}.safetensors\n" for k in (2, 1))
         done = subprocess.run(
-            [sys.executable, "-m", "mpu_cli", "aggregate", "-", "--keys", publication / "keys.bin", "--force", "--out",
-             publication / "unlearned"], input=paths, capture_output=True, text=True, check=True,
+            [sys.executable, "-m", "mpu_cli", "aggregate", "-", "--keys", publication / "keys.bin", "--trust-deltas",
+             "--out", publication / "unlearned"], input=paths, capture_output=True, text=True, check=True,
         )  # fmt: skip
         assert done.stdout == f"{publication}/unlearned\n"
 

@@ -35,6 +35,9 @@ def publish(mpu: Callable, root: Path, base: str, number: int, *options: object)
         "--out", f"r{number}", "--keys", f"r{number}/keys.bin", *options, cwd=root)  # fmt: skip
 
 
+ANYWAY = ("--trust-deltas", "--force")
+
+
 class TestReferenceFile:
     @pytest.mark.slow
     def test_two_rounds_by_hand_are_those_of_run(self, mpu: Callable, root: Path) -> None:
@@ -211,7 +214,9 @@ class TestTags:
         def train(*other: object) -> str:
             for k, more in ((1, ()), (2, other)):
                 mpu("unlearn", f"r1/copy_{k}", *TRAINING, *more, "--out", f"d/{k}.safetensors", "--force", cwd=root)
-            return mpu("aggregate", "d", "--keys", "r1/keys.bin", "--out", "new", "--force", cwd=root).err
+            return mpu(
+                "aggregate", "d", "--keys", "r1/keys.bin", "--out", "new", "--trust-deltas", "--force", cwd=root
+            ).err
 
         return train
 
@@ -231,7 +236,9 @@ class TestTags:
         assert "different options" in deltas("--seed", 1)
         default_secret_path().write_text("ab" * 32)
         mpu("unlearn", "r1/copy_2", *TRAINING, "--seed", 1, "--out", "d/2.safetensors", "--force", cwd=root)
-        printed = mpu("aggregate", "d", "--keys", "r1/keys.bin", "--out", "new", "--force", cwd=root).err
+        printed = mpu(
+            "aggregate", "d", "--keys", "r1/keys.bin", "--out", "new", "--trust-deltas", "--force", cwd=root
+        ).err
         assert "trained with different" not in printed
 
     @pytest.mark.slow

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mpu_cli.protocol.keys import Keys
     from mpu_cli.protocol.publication import Publication
 
+ANOTHER_MODEL = 0.3  # relative error of the weights from which BASE is probably not what was published
 UNMOVED = 0.5  # share of a block's weights unchanged in a copy, above which this is reported
 
 
@@ -91,6 +92,11 @@ class Audit(Command):
             observer.note("--fast: three layers only; errors of all layers differ from these")
         if max(map(result.change_error, result.attacks)) > 1:
             observer.note("above 100 %: further off than the public model itself, which changes nothing")
+        if (off := result.function_error(result.best)) > ANOTHER_MODEL:
+            observer.warn(
+                f"every attack is at least {off:.0%} off the weights of {self.base}: was this the model that was "
+                "published? --keys checks it"
+            )
         document = {
             "verdict": result.verdict,
             "attacks": result.document(),

@@ -62,9 +62,9 @@ class Tune(Command):
         if best is None:
             raise MpuError("no trial stayed in bounds", "lower --least-lr, or raise --max-rise or --trials")
         if best.forget_rise < MIN_FORGET_RISE:
-            observer.warn(
-                f"nothing found that forgets: the loss rose by at most {best.forget_rise:.3f} nats; raise "
-                "--most-epochs, --max-rise or --trials, or lower --batch-size"
+            raise MpuError(
+                f"nothing found that forgets: the loss rose by at most {best.forget_rise:.3f} nats",
+                "raise --most-epochs, --max-rise or --trials, or lower --batch-size",
             )
         searched = {"algo", "lr", "epochs", *declared_options(Records)}
         words = ["--algo", self.unlearning.algo, *as_arguments(self.unlearning, searched)]
