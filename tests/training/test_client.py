@@ -278,7 +278,7 @@ class TestSeveralCopies:
     def test_resume_passes_over_sealed_copies(self, mpu, root):
         mpu("keygen", "--out", "client.txt", cwd=root)
         key = root / "client.txt"
-        mpu("publish", "base", "--copies", 2, "--copy-recipients", f"{key},{key}", cwd=root)
+        mpu("publish", "base", "--copies", 2, "--copy-recipients", key, cwd=root)
         sealed = ["copy_1.age", "copy_2.age", "--identity", key]
         mpu("unlearn", *sealed, *self.TRAINING, cwd=root)
         assert mpu("unlearn", *sealed, *self.TRAINING, "--resume", cwd=root).err.count("is there already") == 2
