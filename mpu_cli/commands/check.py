@@ -187,10 +187,15 @@ def _all_copies(copy: str) -> list[str]:
     manifest = read_copy_manifest(Path(copy)) if Path(copy).is_dir() else None
     if manifest is None:
         return [copy]
-    beside = {Path(copy), *Path(copy).parent.glob("copy_*")}
-    found = {path: read_copy_manifest(path) for path in beside if path.is_dir() and not path.is_symlink()}
-    ours = (manifest.run, manifest.round)
-    return sorted(str(path) for path, other in found.items() if other and (other.run, other.round) == ours)
+    copies = [copy]
+    for path in Path(copy).parent.glob("copy_*"):
+        try:
+            other = read_copy_manifest(path) if path.is_dir() and not path.is_symlink() else None
+        except MpuError:  # something else, or damaged: it is not what was checked
+            continue
+        if other and (other.run, other.round) == (manifest.run, manifest.round) and other.copy != manifest.copy:
+            copies.append(str(path))
+    return sorted(copies)
 
 
 def _table(verdict: Verdict) -> Table:

@@ -247,6 +247,12 @@ def test_a_receipt_is_signed_by_both_and_by_nobody_else(mpu: Callable, folder: P
     assert "not both there" in mpu("receipt", path, check=False).err
     path.write_text(unsigned)
     assert "go together" in mpu("receipt", path, "--keys", folder / "same.bin", check=False).err
+    status = folder / "status"  # as the client has it: whose turn it is follows from the verdict
+    shutil.copytree(folder / "same/copy_1", status / "copy_1")
+    shutil.copy(path, status)
+    [step] = mpu("status", status, "--json").json["next"]
+    assert step["turn"] == "client"
+    assert json.loads(unsigned)["verdict"] in step["step"]
     mpu(*sign, folder / "same/copy_1")
     outcome = mpu("receipt", path, "--json")
     assert "signed as the server" in outcome.err
