@@ -26,15 +26,16 @@ from mpu_cli.heap import keep_freed_memory
 # The safetensors header: its length in eight bytes, then a JSON table of tensors, followed by their data without
 # gaps.
 #
-# Format: https://huggingface.co/docs/safetensors. Nothing here needs torch, so listing a file is quick.
+# Format: https://huggingface.co/docs/safetensors.
 
-# Bytes per element. Formats with less than a byte per element are rejected because their rows cannot be sliced.
-ITEM_SIZE = {
-    "F64": 8, "I64": 8, "U64": 8, "C64": 8,
-    "F32": 4, "I32": 4, "U32": 4,
-    "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
-    "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+# Formats with less than a byte per element are rejected because their rows cannot be sliced.
+TORCH = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
+ITEM_SIZE = {name: dtype.itemsize for name, dtype in TORCH.items()}  # bytes per element
 FLOATS = ("F64", "F32", "F16", "BF16")
 
 MAX_DIMENSIONS = 16
@@ -238,8 +239,6 @@ class Checkpoint:
 
         The view is read-only by contract: torch does not raise on a write, the process faults.
         """
-        import torch
-
         info = self.tensors[name]
         if info.elements == 0:
             return torch.empty(info.shape, dtype=TORCH[info.dtype])
@@ -387,12 +386,6 @@ def quoted_list(names: Iterable[str], limit: int = 3) -> str:
 
 # Dtype names in safetensors, in torch and on the command line; a check for NaN and Inf.
 
-TORCH = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
-    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
 NAME = {dtype: name for name, dtype in TORCH.items()}
 OPTION = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 WORD = {name: word for word, name in OPTION.items()}
@@ -422,8 +415,6 @@ def worker_pool(workers: int | None = None) -> Iterator[ThreadPoolExecutor]:
 
     On an exception (including an interrupt), queued work is cancelled and running work is waited for.
     """
-    import torch
-
     before = torch.get_num_threads()
     if workers is None:
         keep_freed_memory()

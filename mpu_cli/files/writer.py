@@ -13,14 +13,11 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+
+import torch
 
 from mpu_cli.errors import MpuError
-from mpu_cli.files.reader import INDEX_NAME, ITEM_SIZE, WEIGHTS_NAME, Checkpoint, drop_pages, encode_header
-
-if TYPE_CHECKING:
-    import torch
-
+from mpu_cli.files.reader import INDEX_NAME, ITEM_SIZE, TORCH, WEIGHTS_NAME, Checkpoint, drop_pages, encode_header
 
 _POPULATE_WRITE = 23  # Linux's MADV_POPULATE_WRITE
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
@@ -74,10 +71,6 @@ class CheckpointWriter:
 
     def tensor(self, name: str) -> torch.Tensor:
         """Tensor ``name`` of the file, as a writable view."""
-        import torch
-
-        from mpu_cli.files.reader import TORCH
-
         dtype, shape = TORCH[self.dtype[name]], self._shape[name]
         if math.prod(shape) == 0:
             return torch.empty(shape, dtype=dtype)
