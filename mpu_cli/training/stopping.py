@@ -68,7 +68,7 @@ LARGEST_SCALE = 1.5  # of a change that was found with noise, which forgets less
 # it can put as much on again and see by how many nats, on average, that makes the answers to forget less probable.
 # Where that is next to nothing (0.003 on a model of 5 M), 0.85 of the fall of their log-probability came over to the
 # server's model, and the change is returned in part; where it is much (SmolLM2 with noise of 8 %), 0.2 to 0.4 of it
-# did, and 1.1 times the change passes in six of seven runs, more than of any other multiple (docs/algorithms.md).
+# did, and 1.1 times the change passes in seven of eight runs, more than of any other multiple (docs/algorithms.md).
 QUIET, LOUD = 0.005, 0.05  # nats
 LOUD_SCALE = 1.1
 QUIET_SHARE = 0.2  # of what may be left, as much as a quiet copy may have: the server's model has about twice that
