@@ -264,8 +264,6 @@ class Unlearn(Command):
         dtype = self.unlearning.delta_dtype
         rounded = f" ({result.rounding:.2%} of it lost to {dtype})" if dtype else ""
         observer.note(result.summary(name_of_copy(copy), self.unlearning.algo) + rounded)
-        if result.checked:
-            observer.note(result.checked)
         for warning in result.warnings():
             observer.warn(warning)
         if result.spent:

@@ -271,6 +271,8 @@ def open_keys(
 
 
 def _read(path: Path) -> bytes:
+    if path.is_dir():
+        raise MpuError(f"{path}: a folder, not a key file", "name the file that `mpu publish` wrote, such as keys.bin")
     try:
         if path.stat().st_size > MAX_KEYS_FILE:
             raise MpuError(f"{path}: too large for a key file")

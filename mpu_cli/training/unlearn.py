@@ -95,7 +95,6 @@ class UnlearningResult:
     earlier: int = 0  # trainings in the ledger before this one
     rate: float = 0.0  # the learning rate
     resumed_after: int = 0  # steps that were taken by earlier calls
-    checked: str | None = None  # what the checks of the copy came to, if they found nothing
     scores: Look | None = None  # at its end, of one that stopped when it was done
     course: Course | None = None  # what the other copies of its round follow
 
@@ -238,7 +237,7 @@ def unlearn(
         to_train = loaded.change.wrap(loaded.model)
         observer.stage("measure", 1, "done")
         before = measure(to_train, records.sets, job.options) if job.is_alone else None
-        checked = _inspect_copy(job, records.signs, registration, before)
+        _inspect_copy(job, records.signs, registration, before)
         job = _with_level(job, before)
         watching, job = _watch(job, to_train, records)
         observer.stage(f"unlearn {name_of_copy(copy.source)}", len(steps), "steps")
@@ -264,7 +263,7 @@ def unlearn(
         shutil.rmtree(checkpoints.folder)
     return UnlearningResult(
         target, progress.losses, norm, job.is_main_process, spent, before, after, rounding, len(registration.earlier),
-        float(training.lr), steps_done, checked, outcome, course,
+        float(training.lr), steps_done, outcome, course,
     )  # fmt: skip
 
 
@@ -447,24 +446,21 @@ def _open_checkpoints(job: TrainingJob, loaded: LoadedCopy, total_steps: int) ->
     return checkpoints, steps_done
 
 
-def _inspect_copy(
-    job: TrainingJob, signs: Sequence[Sign], registration: Registration, before: Measured | None
-) -> str | None:
-    """What the checks of a copy came to, if they found nothing. Raises MpuError for signs that it was built to carry
-    records out."""
+def _inspect_copy(job: TrainingJob, signs: Sequence[Sign], registration: Registration, before: Measured | None) -> None:
+    """Say that the checks of a copy found nothing. Raises MpuError for signs that it was built to carry records out."""
     signs = list(signs)
     if job.ledger and registration.entry and before:
         write_losses(job.ledger, registration.entry.identity, before.forget, before.retain)
         if job.checks and job.options.privacy.dp_epsilon is None:
             signs += against_others(registration.entry, asdict(before), read_ledger(job.ledger))
     if not job.checks:
-        return None
+        return
     refuse(signs, job.copy.source, job.checks.trust_copy, job.observer)
     if signs:
-        return None
+        return
     compared = f", and its structure is that of {job.public}" if job.public else ""
-    return (
-        f"checked: nothing shows that {job.copy.source} was built to carry records out{compared} "
+    job.observer.note(
+        f"checked: nothing shows that {name_of_copy(job.copy.source)} was built to carry records out{compared} "
         "(docs/protection.md says what such checks miss)"
     )
 
