@@ -122,7 +122,8 @@ def _quick_commands() -> None:
     """Thousands of commands run in one process: typer reads the signatures of all of them each time, and accelerate
     looks for garbage after each training among half a million objects of modules, which are none."""
     typer.main.get_params_from_function = functools.cache(typer.main.get_params_from_function)
-    for module in ("mpu_cli.training.unlearn", "mpu_cli.measuring.evaluate", "peft", "datasets"):
+    # submitit sets up logging when it is imported, which closes the streams of absl's handlers: pytest's, in a test.
+    for module in ("mpu_cli.training.unlearn", "mpu_cli.measuring.evaluate", "peft", "datasets", "submitit"):
         importlib.import_module(module)
     gc.collect()
     gc.freeze()

@@ -82,7 +82,7 @@ class TestForgetting:
         enough = mpu("unlearn", demo.model, *records, *FORGETS, "--json", "--out", "b.safetensors", cwd=tmp_path)
         assert "hardly forgotten" not in enough.err
         before, after = enough.json["before"], enough.json["after"]
-        assert before == little.json["before"]
+        assert before == pytest.approx(little.json["before"], rel=1e-5)  # in batches of another size
         assert after["forget"] > before["forget"] + 0.5
         assert after["retain"] < before["retain"] + 0.5
         ruined = mpu("unlearn", demo.model, *records, "--algo", "gradascent", "--lr", 1e-2, "--epochs", 5, "--json",
@@ -283,10 +283,12 @@ class TestMistakes:
 
     def test_a_check_against_the_copy_itself_or_a_later_one(self, mpu: Callable, root: Path) -> None:
         for number in (1, 2):
-            options = ("--copies", 2, "--run-name", "one", "--round", number)
+            options = ("--copies", 2, "--run", "one", "--round", number)
             mpu("publish", "base", *options, "--out", f"round_{number}", "--keys", f"{number}.bin", cwd=root)
         for before, complaint in (("round_1/copy_1", "the copy itself"), ("round_2/copy_1", "swapped")):
-            refused = mpu("check", "round_1/copy_1", "--before", before, check=False, cwd=root)
+            refused = mpu(
+                "check", "round_1/copy_1", "--forget", "forget.jsonl", "--before", before, check=False, cwd=root
+            )
             assert refused.is_one_error
             assert complaint in refused.err
 
