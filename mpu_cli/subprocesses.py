@@ -52,9 +52,13 @@ def safe_environment(**more: str) -> dict[str, str]:
 
 
 def run_mpu(
-    arguments: Sequence[str], *, launcher: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    arguments: Sequence[str],
+    *,
+    launcher: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    folder: str | None = None,
 ) -> Ended:
-    """Run ``mpu`` with ``arguments`` until it ends; ``environment`` is added to this one.
+    """Run ``mpu`` with ``arguments`` until it ends, in ``folder``, or here; ``environment`` is added to this one.
 
     ``launcher`` is a command that starts Python modules, such as ``accelerate launch -m``.
 
@@ -62,13 +66,17 @@ def run_mpu(
     """
     started_by = [*launcher, "mpu_cli", *arguments] if launcher else python_command("mpu_cli.entry", "main", *arguments)
     process = subprocess.Popen(
-        started_by, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        started_by, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
         env=safe_environment(**(environment or {})),
     )  # fmt: skip
     _RUNNING.add(process)
     try:
         with process:
-            stdout, stderr = process.communicate()
+            try:
+                stdout, stderr = process.communicate()
+            except BaseException:  # interrupted, or called off by a cluster: it would go on
+                process.terminate()
+                raise
     finally:
         _RUNNING.discard(process)
     return Ended(process.returncode, stdout, stderr)

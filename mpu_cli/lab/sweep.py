@@ -18,11 +18,13 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import os
 import queue
 import re
 import secrets
 import shutil
+import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -119,6 +121,49 @@ class ThroughSubmitit:
                 job.cancel()
 
 
+class ThroughRay:
+    """Tasks of a Ray cluster that runs already: that of RAY_ADDRESS, or of this machine. Each has a GPU, if the cluster
+    has any, unless ``parameters``, the options of a remote function, say otherwise. All nodes see the sweep's folder.
+
+    Raises MpuError if Ray is not installed or no cluster runs, UsageError for parameters that it does not know.
+    """
+
+    def __init__(self, parameters: Mapping[str, object]):
+        try:
+            import ray
+        except ImportError as error:
+            raise MpuError("--launcher ray: is not installed", "pip install ray") from error
+        host, _, port = os.environ.get("RAY_ADDRESS", "").partition(":")
+        try:
+            if port.isdecimal():  # Ray itself waits for minutes where nothing answers
+                socket.create_connection((host, int(port)), timeout=10).close()
+            ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True)
+        except OSError as error:
+            raise MpuError(
+                "--launcher ray: no cluster runs", "begin one with `ray start --head`, or name it in RAY_ADDRESS"
+            ) from error
+        # A task that failed is not tried again: what an experiment wrote is for its user to look at.
+        options = {"num_gpus": min(1, ray.cluster_resources().get("GPU", 0)), "max_retries": 0} | dict(parameters)
+        try:
+            self._task: Any = ray.remote(**options)(run_mpu)
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"--launcher-options: {str(error).splitlines()[0]}") from error
+        self._ray = ray
+        self._running: list[Any] = []
+
+    def run(self, arguments: Sequence[str]) -> Ended:
+        task = self._task.remote(list(arguments), folder=os.getcwd())
+        self._running.append(task)
+        try:
+            return self._ray.get(task)
+        except self._ray.exceptions.RayError as error:  # its node or its worker was lost
+            return Ended(1, "", f"the task was lost: {error}")
+
+    def stop(self) -> None:
+        for task in self._running:
+            self._ray.cancel(task)
+
+
 @dataclass(frozen=True)
 class Jobs:
     """Up to ``count`` processes at once; ``command`` are the arguments of ``mpu`` that run one cell, but for its name,
@@ -127,7 +172,7 @@ class Jobs:
     count: int
     command: Sequence[str]
     folder: Path
-    launcher: OnThisMachine | ThroughSubmitit
+    launcher: OnThisMachine | ThroughSubmitit | ThroughRay
 
     def play(self, name: str) -> dict[str, Any]:
         """Run a cell; its line of results. Raises MpuError with what the process said if it fails."""

@@ -6,8 +6,11 @@ import json
 import math
 import shutil
 import signal
+import socket
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +50,32 @@ def root(tmp_path: Path) -> Path:
     write_records(tmp_path / "forget.jsonl", 10, 1)
     write_records(tmp_path / "retain.jsonl", 10, 2)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[None]:
+    """A cluster of two cores on this machine, which RAY_ADDRESS names."""
+    pytest.importorskip("ray")
+    ray = Path(sys.executable).with_name("ray")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    # Sockets have to have short names.
+    with tempfile.TemporaryDirectory(prefix="ray-", dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
+        head = subprocess.Popen(
+            [ray, "start", "--head", "--block", f"--port={port}", "--node-ip-address=127.0.0.1", "--num-cpus=2",
+             "--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={folder}"],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+        )  # fmt: skip
+        assert head.stdout
+        started = any("Ray runtime started" in line for line in head.stdout)
+        patch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+        try:
+            assert started
+            yield
+        finally:
+            head.terminate()
+            head.wait()
 
 
 class TestRun:
@@ -328,10 +357,14 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
-        "jobs", [(), ("--jobs", 2), ("--launcher", "submitit")], ids=["one process", "two", "a cluster's"]
+        "jobs",
+        [(), ("--jobs", 2), ("--launcher", "submitit"), ("--launcher", "ray")],
+        ids=["one process", "two", "SLURM's", "Ray's"],
     )
-    def test_an_interrupt_stops_it(self, root: Path, jobs: tuple) -> None:
+    def test_an_interrupt_stops_it(self, root: Path, request: pytest.FixtureRequest, jobs: tuple) -> None:
         """Also while a cell is evaluated, and no further cell begins."""
+        if "ray" in jobs:
+            request.getfixturevalue("ray_cluster")
         (root / "grid.toml").write_text(self.GRID)
         done = stop_when(
             ["sweep", "grid.toml", *jobs], lambda: list((root / "grid").glob("*/run.json")), cwd=root,
@@ -416,23 +449,40 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         assert "<b>mpu</b>: average degradation" in page.read_text()
 
     @pytest.mark.slow
-    def test_jobs_of_a_cluster_give_the_same(self, mpu: Callable, root: Path) -> None:
-        """By submitit's executor on this machine, which its jobs leave as those of SLURM do; what fails is named."""
+    @pytest.mark.parametrize(
+        ("launcher", "parameters"), [("submitit", "timeout_min=5,cpus_per_task=1"), ("ray", "num_cpus=1")]
+    )
+    def test_a_cluster_gives_the_same(
+        self, mpu: Callable, root: Path, request: pytest.FixtureRequest, launcher: str, parameters: str
+    ) -> None:
+        """Jobs of submitit's executor on this machine, which they leave as those of SLURM do, and tasks of Ray; what
+        fails is named."""
+        if launcher == "ray":
+            request.getfixturevalue("ray_cluster")
         (root / "grid.toml").write_text(self.GRID)
         options = ("sweep", "grid.toml", "--set", "algo=npo", "--set", "kappa=0.1", "--json")
         here = mpu(*options, "--out", "here", cwd=root).json
-        cluster = ("--launcher", "submitit", "--launcher-options", "timeout_min=5,cpus_per_task=1", "--jobs", 2)
+        cluster = ("--launcher", launcher, "--launcher-options", parameters, "--jobs", 2)
         jobs = mpu(*options, "--out", "cluster", *cluster, cwd=root).json
         assert [line["name"] for line in jobs] == ["clean", "mpu"]
         assert jobs[0]["metrics"] == pytest.approx(here[0]["metrics"], rel=1e-4)  # of clean: the other has secret noise
         assert jobs[1]["metrics"].keys() == here[1]["metrics"].keys()
-        assert len(list((root / "cluster").glob("jobs-*/*_log.out"))) == 2
+        assert len(list((root / "cluster").glob("jobs-*/*_log.out"))) == (2 if launcher == "submitit" else 0)
         failed = mpu(*options, "--set", "lr=1e30", "--out", "bad", *cluster, cwd=root, check=False)
         assert "2 of 2 experiments failed" in failed.err
         assert "diverged" in failed.err
         wrong = mpu(*options, "--out", "wrong", *cluster[:2], "--launcher-options", "gpus=1", cwd=root, check=False)
         assert wrong.is_one_error
-        assert mpu(*options, "--launcher-options", "timeout_min=5", cwd=root, check=False).is_one_error
+        assert mpu(*options, "--launcher-options", parameters, cwd=root, check=False).is_one_error
+
+    @pytest.mark.slow
+    def test_a_ray_cluster_has_to_run(self, root: Path, shell: Callable) -> None:
+        pytest.importorskip("ray")
+        (root / "grid.toml").write_text(self.GRID)
+        ended = shell("RAY_ADDRESS=127.0.0.1:1 mpu sweep grid.toml --launcher ray")
+        assert ended.returncode == 1
+        assert ended.stderr.startswith("mpu: error: --launcher ray: no cluster runs")
+        assert not (root / "grid").exists()
 
     @pytest.mark.slow
     def test_cases_change_together(self, mpu: Callable, root: Path) -> None:

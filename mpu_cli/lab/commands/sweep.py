@@ -15,7 +15,7 @@ from mpu_cli.options.declare import option
 from mpu_cli.wording import counted, in_bytes, in_time, names_in
 
 if TYPE_CHECKING:
-    from mpu_cli.lab.sweep import Cell, Jobs, OnThisMachine, ThroughSubmitit
+    from mpu_cli.lab.sweep import Cell, Jobs, OnThisMachine, ThroughRay, ThroughSubmitit
 
 
 @dataclass(frozen=True)
@@ -65,12 +65,14 @@ class Sweep(Command):
         least=1,
         metavar="N",
     )
-    launcher: Literal["local", "submitit"] = option(
-        "local", "Where they run: here, or as jobs of SLURM, through submitit; the results are the same."
+    launcher: Literal["local", "submitit", "ray"] = option(
+        "local",
+        "Where they run: here, as jobs of SLURM through submitit, or on a Ray cluster; the results are the same.",
     )
     launcher_options: str | None = option(
         None,
-        "Parameters of submitit's executor, such as slurm_partition=gpu,gpus_per_node=1,timeout_min=600.",
+        "Parameters of submitit's executor, such as slurm_partition=gpu,gpus_per_node=1,timeout_min=600, or of a Ray "
+        "task, such as num_cpus=4,num_gpus=1.",
         metavar="NAME=VALUE,…",
     )
     cell: str | None = option(None, "", hidden=True)
@@ -165,14 +167,18 @@ class Sweep(Command):
 
     def _jobs(self) -> Jobs | None:
         """How cells run in processes of their own; None for one after the other in this one."""
-        from mpu_cli.lab.sweep import Jobs, OnThisMachine, ThroughSubmitit
+        from mpu_cli.lab.sweep import Jobs, OnThisMachine, ThroughRay, ThroughSubmitit
 
         if self.launcher_options and self.launcher == "local":
-            raise UsageError("--launcher-options: says how a cluster runs experiments", "add --launcher submitit")
-        launcher: OnThisMachine | ThroughSubmitit
+            raise UsageError(
+                "--launcher-options: says how a cluster runs experiments", "add --launcher submitit, or ray"
+            )
+        parameters = _named_values(names_in(self.launcher_options), "--launcher-options")
+        launcher: OnThisMachine | ThroughSubmitit | ThroughRay
         if self.launcher == "submitit":
-            parameters = _named_values(names_in(self.launcher_options), "--launcher-options")
             launcher = ThroughSubmitit(self._folder, parameters)
+        elif self.launcher == "ray":
+            launcher = ThroughRay(parameters)
         elif self.jobs > 1:
             launcher = OnThisMachine(self.jobs)
         else:
