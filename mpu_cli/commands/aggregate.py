@@ -17,7 +17,6 @@ from mpu_cli.options.publishing import RESTORE, Aggregating
 
 if TYPE_CHECKING:
     from mpu_cli.protocol.combine import Combined
-    from mpu_cli.protocol.keys import Keys
     from mpu_cli.protocol.noise import ErrorEstimate
     from mpu_cli.protocol.round import AggregatePlan, Aggregation, ServerStep
 
@@ -63,7 +62,9 @@ class Aggregate(Command):
         from mpu_cli.protocol.keys import published_base
         from mpu_cli.protocol.round import owners_of, plan_aggregate
 
-        paths, publications = self._opened(observer)
+        # First the paths: at the end of a pipe, the command that writes the keys may still be running.
+        paths = paths_from(self.deltas)
+        publications = [opened_keys(file, self.opening, observer) for file in self._key_files]
         return plan_aggregate(
             published_base(publications[0], self.base, self.model_config),
             owners_of(paths, publications),
@@ -112,11 +113,6 @@ class Aggregate(Command):
             observer.note(f"uploaded to {upload(result.path, self.push)}")
         return result
 
-    def _opened(self, observer: Observer) -> tuple[list[Path], list[Keys]]:
-        # First the paths: at the end of a pipe, the command that writes the keys may still be running.
-        paths = paths_from(self.deltas)
-        return paths, [opened_keys(file, self.opening, observer) for file in self._key_files]
-
     @property
     def _key_files(self) -> list[Path]:
         return self.keys or [Path("keys.bin")]
@@ -124,9 +120,11 @@ class Aggregate(Command):
     def report(self, result: Aggregation | Combined, observer: Observer) -> Report:
         from mpu_cli.protocol.combine import Combined
 
-        return self._of_owners(result, observer) if isinstance(result, Combined) else self._of_one(result, observer)
+        if isinstance(result, Combined):
+            return self._report_owners(result, observer)
+        return self._report_one(result, observer)
 
-    def _of_one(self, result: Aggregation, observer: Observer) -> Report:
+    def _report_one(self, result: Aggregation, observer: Observer) -> Report:
         """One owner's update."""
         keys = result.keys
         _tell_deltas("Deltas of this round", result, observer)
@@ -145,7 +143,7 @@ class Aggregate(Command):
         document = {
             "model": result.path,
             "pushed": self.push,
-            **_update(result),
+            **_document_of(result),
             "warnings": result.warnings(),
             "trained_differently": result.trained_differently,
             "lost_to_rounding": result.rounding,
@@ -155,19 +153,22 @@ class Aggregate(Command):
         }
         return Report([result.path], document)
 
-    def _of_owners(self, result: Combined, observer: Observer) -> Report:
+    def _report_owners(self, result: Combined, observer: Observer) -> Report:
         """Each owner's update, and how far they point in one direction."""
         files = self._key_files
         summaries = []
         for file, update in zip(files, result.updates, strict=True):
             keys = update.keys
             _tell_deltas(f"{file}: run {keys.run}, round {keys.round}", update, observer)
-            summaries.append({"keys": file, **_update(update)})
+            summaries.append({"keys": file, **_document_of(update)})
         for i, file in enumerate(files):
             for j in range(i):
                 cosine = float(result.cosines[i, j])
                 observer.note(f"cosine between the updates of {files[j]} and {file}: {cosine:.3f}")
-        self._tell_step(result.step, self.aggregating.step, observer)
+        if self.aggregating.step == RESTORE:
+            observer.note("applied with a step for each owner")
+        else:
+            self._tell_step(result.step, result.updates[0].rate, observer)
         observer.note("to leave an owner out, leave out its keys and deltas")
         document = {
             "model": result.path,
@@ -179,14 +180,10 @@ class Aggregate(Command):
         }
         return Report([result.path], document)
 
-    def _tell_step(self, step: ServerStep | None, rate: float | str, observer: Observer) -> None:
-        """Which step was taken along the update, and what others would have cost. ``rate``: the step, or RESTORE for
-        that of each of several owners."""
+    def _tell_step(self, step: ServerStep | None, rate: float, observer: Observer) -> None:
+        """How many times the update was applied, ``rate``, and what other steps would have cost if some were tried."""
         from mpu_cli.protocol.round import MAX_STEP
 
-        if rate == RESTORE:
-            observer.note("applied with a step for each owner")
-            return
         if step is None:
             restored = self.aggregating.step == RESTORE and rate != 1
             why = ", which restores what the average lost of each copy's change" if restored else ""
@@ -208,7 +205,7 @@ def _tell_deltas(title: str, result: Aggregation, observer: Observer) -> None:
     observer.note(_accuracy(result.error))
 
 
-def _update(result: Aggregation) -> dict[str, object]:
+def _document_of(result: Aggregation) -> dict[str, object]:
     """What --json says of one owner's update."""
     numbers = zip(result.norms, result.cosines, strict=True)
     copies = [
@@ -226,11 +223,11 @@ def _update(result: Aggregation) -> dict[str, object]:
 
 
 def _accuracy(error: ErrorEstimate) -> str:
-    """The note about the distance from the clean update."""
-    if math.isnan(error.relative) and not error.permanent > 0:
-        return "error of the update: cannot be estimated" + (" from one copy" if math.isnan(error.permanent) else "")
+    """The note about the distance from the clean update. Parts that cannot be estimated are NaN."""
     if math.isnan(error.relative):
-        return f"error of the update: about {error.permanent:.0%}, from permanent noise"
+        if error.permanent > 0:
+            return f"error of the update: about {error.permanent:.0%}, from permanent noise"
+        return "error of the update: cannot be estimated" + (" from one copy" if math.isnan(error.permanent) else "")
     if math.isnan(error.permanent):
         total = (
             f"about {error.relative:.1%}, and what permanent noise adds, which cannot be estimated without noise that "

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from mpu_cli.model.source import Model
     from mpu_cli.records.forms import Record
 
-SETS = {
+SETS = {  # as the table calls them
     "forget": "to forget", "held_out": "to keep, held out", "retain": "to keep, trained on", "unseen": "never seen",
     "general": "general",
 }  # fmt: skip
@@ -106,10 +106,10 @@ class Check(Command):
         from mpu_cli.measuring.verdict import judge
         from mpu_cli.model.source import open_model
         from mpu_cli.training.delta import own_client_secret
-        from mpu_cli.training.job import weights_of
+        from mpu_cli.training.job import fingerprint_of
         from mpu_cli.version import __version__
 
-        how = self.checking
+        options = self.checking
         manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
         if self.receipt and manifest is None:
             raise MpuError(f"{self.copy}: not an mpu copy (no mpu.json), so there is no receipt for it")
@@ -119,31 +119,39 @@ class Check(Command):
         with opened or nullcontext() as source:
             earlier_model = open_model(source, links=False) if source else None
             _check_order(manifest, earlier_model)
-            trusted = _check_surroundings(copy, manifest, earlier_model, self.trust_copy)
-            facts = _facts(copy, manifest) if manifest and self.receipt else None
+            same_surroundings = _check_surroundings(copy, manifest, earlier_model, self.trust_copy)
+            facts = _copy_facts(copy, manifest) if manifest and self.receipt else None
             earlier_facts = _facts_before(earlier_model, facts, self.outside_dp) if earlier_model and facts else None
-            earlier = _scores(earlier_model, sets, how, "before", observer) if earlier_model else {}
-        after = _scores(copy, sets, how, "the copy", observer)
+            earlier = _scores(earlier_model, sets, options, "before", observer) if earlier_model else {}
+        after = _scores(copy, sets, options, "the copy", observer)
         public_model, public = None, None
-        if how.public:
-            public_model = open_model(how.public)
-            asked = {name: sets[name] for name in ("forget", "unseen") if name in sets}
-            public = _scores(public_model, asked, how, "the public model", observer)
+        if options.public:
+            public_model = open_model(options.public)
+            public_sets = {name: sets[name] for name in ("forget", "unseen") if name in sets}
+            public = _scores(public_model, public_sets, options, "the public model", observer)
         verdict = judge(
-            after, earlier, public=public, max_left=how.goal.max_left, min_kept=how.goal.min_kept,
-            same_surroundings=trusted,
+            after, earlier, public=public, max_left=options.goal.max_left, min_kept=options.goal.min_kept,
+            same_surroundings=same_surroundings,
         )  # fmt: skip
         if facts is None:
             return Checked(verdict, None)
         receipt = new_receipt(
-            verdict, copy=facts, before=earlier_facts, public=weights_of(public_model) if public_model else None,
+            verdict, copy=facts, before=earlier_facts, public=fingerprint_of(public_model) if public_model else None,
             commitment=commit_to({name: sets[name] for name in sets if name != "general"}, own_client_secret()),
             version=__version__,
         )  # fmt: skip
         return Checked(verdict, with_signature(receipt, "client", own_client_secret()))
 
     def tables(self, checked: Checked) -> list[Table]:
-        return [_table(checked.verdict)]
+        """What the copy knows of each set."""
+        rows, scores = [], checked.verdict.scores
+        for name, label in SETS.items():
+            after, earlier = scores.get(name), scores.get(f"{name} before")
+            if after is not None:
+                cells = [f"{each.probability:.2f}" if each else "–" for each in (earlier, after)]
+                rows.append([label, *cells, f"{after.verbatim:.0%}"])
+        columns = ["records", "probability before", "probability", "word for word"]
+        return [Table("What the copy knows", columns, rows)]
 
     def report(self, checked: Checked, observer: Observer) -> Report:
         from mpu_cli.measuring.receipt import MOST_BITS
@@ -156,10 +164,13 @@ class Check(Command):
                 f"server by another way that your public key is {checked.receipt.client.public_key}"
             )
             observer.note("the server countersigns it with `mpu receipt FILE --keys KEYS --copy COPY`")
-        if verdict.step is not None or (verdict.request and not verdict.is_to_go_on):
+        if verdict.step is not None or (verdict.request and not verdict.needs_another_round):
             observer.note(f"next: {verdict.request}")
-        if verdict.is_to_go_on:
-            again = shlex.join(self._command_to_go_on())
+        if verdict.needs_another_round:
+            # On the checked copy, with the check's records, goal and way to read them; how the check ran is left out.
+            of_unlearn = {*declared_options(Unlearning), *declared_options(Goal), *declared_options(Checks)}
+            left_out = (declared_options(Checking).keys() - of_unlearn) | declared_options(Scoring).keys()
+            again = shlex.join(["mpu", "unlearn", *_all_copies(self.copy), *as_arguments(self.checking, left_out)])
             first = "next:" if verdict.step is None else "or, if the server no longer has the deltas:"
             observer.note(f"{first} `{again}`, and return the delta to the server")
         document = {
@@ -171,15 +182,6 @@ class Check(Command):
             "receipt": self.receipt,
         }
         return Report([verdict.sentence], document, status=0 if verdict.passes else 1)
-
-    def _command_to_go_on(self) -> list[str]:
-        """The command that unlearns on the checked copy, with the records, the goal and the way to read them of the
-        check."""
-        ours = declared_options(Checking).keys()
-        theirs = {*declared_options(Unlearning), *declared_options(Goal), *declared_options(Checks)}
-        # --device and --batch-size say how the check ran.
-        without = (ours - theirs) | declared_options(Scoring).keys()
-        return ["mpu", "unlearn", *_all_copies(self.copy), *as_arguments(self.checking, without)]
 
 
 def _all_copies(copy: str) -> list[str]:
@@ -198,17 +200,6 @@ def _all_copies(copy: str) -> list[str]:
     return sorted(copies)
 
 
-def _table(verdict: Verdict) -> Table:
-    """What the copy knows of each set."""
-    rows = []
-    for name, label in SETS.items():
-        after, earlier = verdict.scores.get(name), verdict.scores.get(f"{name} before")
-        if after is not None:
-            cells = [f"{each.probability:.2f}" if each else "–" for each in (earlier, after)]
-            rows.append([label, *cells, f"{after.verbatim:.0%}"])
-    return Table("What the copy knows", ["records", "probability before", "probability", "word for word"], rows)
-
-
 def _tell_shares(verdict: Verdict, observer: Observer) -> None:
     """What is left and kept, in percent."""
     from mpu_cli.measuring.verdict import INTERVAL_FACTOR
@@ -225,22 +216,25 @@ def _tell_shares(verdict: Verdict, observer: Observer) -> None:
         observer.note(f"kept of what is general: {verdict.kept_general}; the verdict does not count it")
 
 
-def _sets(how: Checking, observer: Observer) -> dict[str, Sequence[Record]]:
-    """The records of each set; of those to keep, the ones that ``unlearn`` holds out of the training apart. Equal ones
-    are one: twenty copies of a record would not say more of it, and the interval over records would believe so."""
+def _sets(options: Checking, observer: Observer) -> dict[str, Sequence[Record]]:
+    """The records of each set that has some; those to keep that ``unlearn`` holds out of the training are a set.
+
+    Equal records count once: twenty copies of one say no more than one, but would narrow the interval over records.
+    """
     from mpu_cli.records.read import read_records
     from mpu_cli.training.data import Dataset, with_unseen
     from mpu_cli.training.stopping import hold_out
 
-    forget = read_records(how.forget, how.reading, observer=observer)
-    retain = read_records(how.retain, how.reading, observer=observer) if how.retain else []
-    data = hold_out(Dataset(forget, retain), how.goal.held_out)
-    if how.goal.unseen:
-        data = with_unseen(data, how.goal.unseen, how.reading, observer)
-    named = {name: getattr(data, name) for name in ("forget", "held_out", "retain", "unseen")}
-    if how.general:
-        named["general"] = read_records(how.general, how.reading, observer=observer)
-    distinct = {name: {record.identity: record for record in records} for name, records in named.items()}
+    goal, reading = options.goal, options.reading
+    forget = read_records(options.forget, reading, observer=observer)
+    retain = read_records(options.retain, reading, observer=observer) if options.retain else []
+    data = hold_out(Dataset(forget, retain), goal.held_out)
+    if goal.unseen:
+        data = with_unseen(data, goal.unseen, reading, observer)
+    sets = {"forget": data.forget, "held_out": data.held_out, "retain": data.retain, "unseen": data.unseen}
+    if options.general:
+        sets["general"] = read_records(options.general, reading, observer=observer)
+    distinct = {name: {record.identity: record for record in records} for name, records in sets.items()}
     return {name: list(records.values()) for name, records in distinct.items() if records}
 
 
@@ -281,7 +275,7 @@ def _check_surroundings(copy: Model, manifest: CopyManifest | None, earlier: Mod
 
 
 def _scores(
-    model: Model, sets: Mapping[str, Sequence[Record]], how: Checking, label: str, observer: Observer
+    model: Model, sets: Mapping[str, Sequence[Record]], options: Checking, label: str, observer: Observer
 ) -> dict[str, RecordScores]:
     """How probable the answers of each set are to ``model``, which is loaded once. Nothing is generated: an answer is
     given word for word if each of its tokens is the likeliest after those before it."""
@@ -294,9 +288,9 @@ def _scores(
     from mpu_cli.model.network import Answers
     from mpu_cli.records.encode import encoding_of
 
-    @letting_go
+    @letting_go  # imported here, with torch, so what it decorates is here, too
     def score() -> dict[str, RecordScores]:
-        scoring, prompts = how.scoring, how.prompts
+        scoring, prompts = options.scoring, options.prompts
         on_cpu = device_of(scoring.device).type == "cpu"
         largest = max(model.checkpoint.tensors.values(), key=lambda info: info.nbytes)
         stored = NAME[torch.float32] if on_cpu else largest.dtype
@@ -306,17 +300,20 @@ def _scores(
         observer.stage(f"score {label}", sum(map(len, sets.values())), "records")
         scores = {}
         for name, records in sets.items():
-            of_each = encoding.encode_each(records)
-            if bad := next((each for each in of_each if isinstance(each, MpuError)), None):
-                raise bad
-            examples = [example for each in of_each for example in each]  # type: ignore[union-attr]
-            answers = iter(Answers(examples, scoring.batch_size).scores(loaded, likeliest=True))
-            # A text is several examples: its tokens count together.
-            parts = [[next(answers) for _ in each] for each in of_each]  # type: ignore[union-attr]
-            scores[name] = RecordScores(
-                [math.exp(-sum(p.loss for p in each) / max(1, sum(p.tokens for p in each))) for each in parts],
-                [all(p.is_likeliest for p in each) for each in parts],
-            )
+            examples_of_each = []
+            for examples in encoding.encode_each(records):
+                if isinstance(examples, MpuError):
+                    raise examples
+                examples_of_each.append(examples)
+            together = [example for examples in examples_of_each for example in examples]
+            answers = iter(Answers(together, scoring.batch_size).scores(loaded, likeliest=True))
+            probabilities, verbatim = [], []
+            for examples in examples_of_each:
+                parts = [next(answers) for _ in examples]  # a text is several examples: its tokens count together
+                loss, tokens = sum(part.loss for part in parts), sum(part.tokens for part in parts)
+                probabilities.append(math.exp(-loss / max(1, tokens)))
+                verbatim.append(all(part.is_likeliest for part in parts))
+            scores[name] = RecordScores(probabilities, verbatim)
             observer.advance(len(records))
         for remark in encoding.remarks(sum(map(len, sets.values()))):
             observer.warn(f"{label}: {remark}")
@@ -325,14 +322,14 @@ def _scores(
     return score()
 
 
-def _facts(copy: Model, manifest: CopyManifest) -> CopyFacts:
+def _copy_facts(copy: Model, manifest: CopyManifest) -> CopyFacts:
     """What a receipt says of a copy: its names, and digests of its weights and of what reads records."""
     from mpu_cli.measuring.receipt import CopyFacts
-    from mpu_cli.training.job import surroundings_of, weights_of
+    from mpu_cli.training.job import fingerprint_of, surroundings_of
 
     return CopyFacts(
         run=manifest.run, round=manifest.round, copy=manifest.copy, copy_id=manifest.copy_id,
-        weights=weights_of(copy), surroundings=surroundings_of(copy),
+        weights=fingerprint_of(copy), surroundings=surroundings_of(copy),
     )  # fmt: skip
 
 
@@ -350,7 +347,7 @@ def _facts_before(earlier: Model, measured: CopyFacts, outside_dp: bool) -> Copy
             f"{earlier.source}: not an mpu copy (no mpu.json), so a receipt cannot say what was compared with",
             "name the copy that was trained on",
         )
-    facts = _facts(earlier, manifest)
+    facts = _copy_facts(earlier, manifest)
     if facts.weights == measured.weights:
         raise MpuError(f"{earlier.source}: the copy itself", "name the copy that was trained on")
     bounded = [entry for entry in read_ledger(default_ledger_path()) if entry.mechanism and entry.run == facts.run]

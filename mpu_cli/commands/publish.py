@@ -89,48 +89,53 @@ class Publish(Command):
         from mpu_cli.protocol.publish import Target, plan_publish
         from mpu_cli.records.read import read_records
 
-        clients, only = self._clients(), None if self.only is None else _numbers(self.only)
+        recipients = self._copy_recipients()
+        only = None if self.only is None else _parse_copy_numbers(self.only)
         if self.probe:
-            if clients:
+            if recipients:
                 raise UsageError("--probe: copies that are sealed are not measured", "leave out one of the two")
             read_records(self.probe)  # before the work
         model = open_model(self.base, self.model_config)
         if read_copy_manifest(model.folder):
             raise MpuError(f"{self.base}: a copy, not a model", "publish the model that it was made from")
         run_of_base, following_round = next_round(model.folder)
-        number = following_round if self.round is None else self.round
-        self._check_noise_goes_on(model)
-        path = self.keys or keys_path(model.folder, number)
-        existing_keys = opened_keys(path, self.opening, observer) if self.only is not None and path.exists() else None
+        round_ = following_round if self.round is None else self.round
+        self._check_keeps_permanent_noise(model)
+        path = self.keys or keys_path(model.folder, round_)
+        existing_keys = opened_keys(path, self.opening, observer) if only is not None and path.exists() else None
+        publishing, disguise = self.publishing, self.publishing.disguise
+        if len(recipients) > 1 and only is None and disguise.count is None:  # a copy for each recipient
+            publishing = replace(publishing, disguise=replace(disguise, copies=len(recipients)))
         publication = publication_of(
-            self._publishing(len(clients)),
+            publishing,
             with_pretrained=self.pretrained is not None,
             seed=self.seed,
             run=self.run_name or run_of_base or "",
-            round_=number,
+            round_=round_,
         )
         if existing_keys:  # further copies of that publication have its secrets
             publication = publication.with_secrets_of(existing_keys.publication)
-        if odd := [copy for copy in only or () if not 1 <= copy <= publication.copies]:
-            raise UsageError(f"--only {odd[0]}: copies are numbered from 1 to {publication.copies}")
+        for copy in only or ():
+            if not 1 <= copy <= publication.copies:
+                raise UsageError(f"--only {copy}: copies are numbered from 1 to {publication.copies}")
         count = publication.copies if only is None else len(set(only))
-        if len(clients) == 1:
-            clients *= count
-        if clients and len(clients) != count:
+        if len(recipients) == 1:
+            recipients *= count
+        if recipients and len(recipients) != count:
             raise UsageError(
-                f"--copy-recipients: {len(clients)} for {count} copies", "give one for each copy, or one for all"
+                f"--copy-recipients: {len(recipients)} for {count} copies", "give one for each copy, or one for all"
             )
-        secret, identity = None, self.opening.identity
-        if existing_keys is None:
+        passphrase, identity = None, self.opening.identity
+        if existing_keys is None:  # keys that exist stay as they are
             by_passphrase = self.passphrase or self.opening.passphrase_file
             check_one_way(self.recipient, by_passphrase, identity)
-            secret = read_passphrase(self.opening.passphrase_file, observer, new=True) if by_passphrase else None
+            passphrase = read_passphrase(self.opening.passphrase_file, observer, new=True) if by_passphrase else None
         target = Target(
-            self.out or round_folder(Path("."), number),
-            path,
-            sealer(recipients=self.recipient or [], passphrase=secret, identity=identity, note=observer.note),
-            parse_recipients(clients, "--copy-recipients"),
-            self.force,
+            out=self.out or round_folder(Path("."), round_),
+            keys=path,
+            seal=sealer(recipients=self.recipient or [], passphrase=passphrase, identity=identity, note=observer.note),
+            recipients=parse_recipients(recipients, "--copy-recipients"),
+            force=self.force,
         )
         public = open_model(self.pretrained) if self.pretrained else None
         return plan_publish(model, public, publication, target, only=only, existing_keys=existing_keys)
@@ -141,8 +146,8 @@ class Publish(Command):
         from mpu_cli.protocol.stream import BUFFERS
 
         plan = self.plan(observer)
-        folders = [] if plan.target.recipients else [plan.target.copy(each) for each in plan.manifests_to_write]
-        for path, _ in plan.outputs:  # before the remarks
+        folders = [] if plan.target.recipients else [plan.target.copy_path(each) for each in plan.manifests_to_write]
+        for path, _ in plan.outputs:  # an output that exists is an error, and no remark matters then
             Transaction(force=self.force).check(path, path in folders)
         _say(remarks_on_plan(plan, secret_factors=self._has_secret_factors), observer)
         return Preview(
@@ -173,7 +178,7 @@ class Publish(Command):
         if published.probed:
             known = ", ".join(f"{name} {math.exp(-loss):.0%}" for name, loss in published.probed.items())
             observer.note(f"probability of an answer's tokens on {self.probe} (geometric mean): {known}")
-        tell_noise(published, observer)
+        _tell_noise(published, observer)
         observer.note(
             f"keys: {published.keys_path} (run {published.keys.run}, round {published.keys.round}); "
             "keep it, and keep it secret: without it deltas cannot be mapped back"
@@ -204,25 +209,18 @@ class Publish(Command):
     def _has_secret_factors(self) -> bool:
         return self.publishing.disguise.alphas == RANDOM
 
-    def _clients(self) -> list[str]:
-        """Whom copies are sealed for."""
+    def _copy_recipients(self) -> list[str]:
+        """The parts of --copy-recipients; none if copies are not sealed. Raises UsageError if one is empty."""
         if self.copy_recipients is None:
             return []
-        clients = [part.strip() for part in self.copy_recipients.split(",")]
-        if not all(clients):
+        parts = [part.strip() for part in self.copy_recipients.split(",")]
+        if not all(parts):
             raise UsageError(
                 f"--copy-recipients {self.copy_recipients!r}: a recipient is empty", "give one for each copy"
             )
-        return clients
+        return parts
 
-    def _publishing(self, clients: int) -> Publishing:
-        """How to publish, with a copy for each of several clients unless a number is given."""
-        disguise = self.publishing.disguise
-        if clients > 1 and self.only is None and disguise.count is None:
-            return replace(self.publishing, disguise=replace(disguise, copies=clients))
-        return self.publishing
-
-    def _check_noise_goes_on(self, model: Model) -> None:
+    def _check_keeps_permanent_noise(self, model: Model) -> None:
         """Raise UsageError if the last round's copies had permanent noise and these would not have any."""
         manifest = read_model_manifest(model.folder)
         chosen = self.publishing.disguise.sets_scale or self.publishing.calibration.epsilon is not None
@@ -241,14 +239,15 @@ def command_to_publish(model: Path, keys: Keys) -> str:
     command = ["mpu", "publish", str(model)]
     if keys.reference is not None:
         command += ["--pretrained", keys.reference]
-    chosen = HIDING_KAPPA if keys.copies > 1 else 0.0
-    is_chosen = (publication.kappa, publication.shared_kappa) == (chosen, HIDING_PERMANENT)
-    if keys.reference is None or not is_chosen or keys.copies > 1:
+    hiding_scales = (HIDING_KAPPA if keys.copies > 1 else 0.0, HIDING_PERMANENT)
+    # --pretrained alone chooses this scale again, with its bound and mark.
+    chooses_again = keys.reference is not None and (publication.kappa, publication.shared_kappa) == hiding_scales
+    if not chooses_again or keys.copies > 1:
         command += ["--copies", str(keys.copies)]
-    if bound := publication.calibration:
-        command += ["--epsilon", f"{bound.epsilon:g}", "--dp-delta", f"{bound.delta:g}"]
-        command += ["--sensitivity", f"{bound.sensitivity:g}", "--budget-rounds", str(bound.rounds)]
-    elif keys.reference is None or not is_chosen:  # else --pretrained chooses it again, with its bound and mark
+    if calibration := publication.calibration:
+        command += ["--epsilon", f"{calibration.epsilon:g}", "--dp-delta", f"{calibration.delta:g}"]
+        command += ["--sensitivity", f"{calibration.sensitivity:g}", "--budget-rounds", str(calibration.rounds)]
+    elif not chooses_again:
         command += ["--kappa", f"{publication.kappa:g}"]
         if publication.shared_kappa:
             command += ["--permanent-noise", f"{publication.shared_kappa:g}"]
@@ -263,8 +262,8 @@ def command_to_publish(model: Path, keys: Keys) -> str:
     return shlex.join(command)
 
 
-def tell_noise(published: Published, observer: Observer) -> None:
-    """The table of how much of the noise storage left in each block."""
+def _tell_noise(published: Published, observer: Observer) -> None:
+    """The table of how much of each block's noise survived storage; a line for each copy on a narrow terminal."""
     publication = published.keys.publication
     kappa, shared, calibration = publication.kappa, publication.shared_kappa, publication.calibration
     if not (kappa or shared or calibration):
@@ -289,10 +288,9 @@ def tell_noise(published: Published, observer: Observer) -> None:
             for of_copy in cells:
                 row += of_copy
             rows.append(row)
-    scale = f"κ = {kappa:g}" + (f" and permanent noise of {shared:g}" if shared else "")
+    scale = f"ε = {calibration.epsilon:g}, δ = {calibration.delta:g}" if calibration else f"κ = {kappa:g}"
+    scale += f" and permanent noise of {shared:g}" if shared else ""
     scale += f", at most {publication.max_noise:.1%} of the weights" if publication.max_noise is not None else ""
-    if calibration:
-        scale = f"ε = {calibration.epsilon:g}, δ = {calibration.delta:g}"
     observer.table(f"Noise at {scale}, as requested and as stored", columns, rows)
     observer.note(
         "RMS(v): size of what fine-tuning changed (without --pretrained, of the weights); σ: the requested noise; "
@@ -302,30 +300,31 @@ def tell_noise(published: Published, observer: Observer) -> None:
 
 def _next_step(published: Reviewed) -> str:
     """What to do with the copies."""
-    sent = [shlex.quote(str(path)) for path in published.copies]
+    paths = [shlex.quote(str(path)) for path in published.copies]
     names = [shlex.quote(path.name) for path in published.copies]
-    returned = round_folder(Path("deltas"), published.keys.round)
-    send = f"send {few(sent)} to the client"
+    deltas = round_folder(Path("deltas"), published.keys.round)
+    send = f"send {few(paths)} to the client"
     if published.gives_weights_away:
         send = f"do not send these copies, which give the weights away, but in a trial; there, {send}"
     if published.keys.round > 1:
         return (
-            f"next: {send}, who runs `mpu check {sent[0]} …` and, if it fails, goes on with "
-            f"`mpu unlearn {' '.join(sent[:2])} …`"
+            f"next: {send}, who runs `mpu check {paths[0]} …` and, if it fails, goes on with "
+            f"`mpu unlearn {' '.join(paths[:2])} …`"
         )
     return (
         f"next: {send}, who runs `mpu unlearn {' '.join(names[:2])} …` and returns what it writes; then "
-        f"`mpu aggregate {returned} --keys {shlex.quote(str(published.keys_path))}`"
+        f"`mpu aggregate {deltas} --keys {shlex.quote(str(published.keys_path))}`"
     )
 
 
 def _say(remarks: Iterable[Remark], observer: Observer) -> None:
     for remark in remarks:
-        (observer.warn if remark.is_warning else observer.note)(remark.text)
+        say = observer.warn if remark.is_warning else observer.note
+        say(remark.text)
 
 
-def _numbers(text: str) -> list[int]:
-    """The copies named by ``--only``. Raises UsageError."""
+def _parse_copy_numbers(text: str) -> list[int]:
+    """The numbers of the copies that ``--only`` names. Raises UsageError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() for part in parts):
         raise UsageError(f"--only {text}: copies are numbered", "name them as 1 or 2,3")

@@ -20,7 +20,6 @@ from mpu_cli.wording import counted, in_bytes, in_time
 if TYPE_CHECKING:
     from mpu_cli.measuring.cost import Memory, Work
     from mpu_cli.measuring.generation import Shown
-    from mpu_cli.model.source import Model
     from mpu_cli.training.data import Dataset
     from mpu_cli.training.ledger import Course
     from mpu_cli.training.stopping import Until
@@ -54,8 +53,8 @@ class Unlearned:
 
 @dataclass(frozen=True)
 class UnlearnPlan:
-    """``tasks``, one after the other; the records, ``data``; how they are trained on, ``options``; ``until`` when, None
-    for a number of epochs."""
+    """What ``command`` will do: train each of ``tasks`` in turn on the records, ``data``, with ``options``, ``until`` a
+    goal is reached or, if that is None, for a number of epochs."""
 
     command: Unlearn
     tasks: Sequence[UnlearningTask]
@@ -68,15 +67,21 @@ class UnlearnPlan:
         """What is probably wrong with the records."""
         return self.data.warnings(self.options.privacy)
 
-    def most_signal(self, copy: Model) -> float:
-        """The most that the records can move ``copy`` under --dp-epsilon, over what the noise moves it."""
-        from mpu_cli.training.delta import delta_specs
-        from mpu_cli.training.job import plan_privately
-        from mpu_cli.training.losses import objective_of
-        from mpu_cli.training.private import most_signal
+    def passes_over(self, task: UnlearningTask, opened: Path) -> bool:
+        """Whether --resume passes over ``task``, whose copy is ``opened``: its delta is there already.
 
-        planned = plan_privately(self.data, self.options, objective_of(self.options.algo, self.options.loss))
-        return most_signal(planned, sum(math.prod(shape) for _, shape in delta_specs(copy, self.options).values()))
+        Raises MpuError if the delta of something else is.
+        """
+        from mpu_cli.files.reader import open_checkpoint
+
+        if not self.command.logging.resume or self.command.force or not task.target.exists():
+            return False
+        origin = read_copy_manifest(opened) if opened.is_dir() else None
+        if origin is None or delta_manifest(open_checkpoint(task.target).metadata, task.target).origin != origin:
+            raise MpuError(
+                f"{task.target}: already exists, and is not the delta of {task.copy}", "use --force to replace it"
+            )
+        return True
 
     def carry_out(self, observer: Observer = SILENT) -> Iterator[Unlearned]:
         """What comes of each task, as soon as it is done.
@@ -89,16 +94,16 @@ class UnlearnPlan:
         from mpu_cli.model.source import open_model
 
         command = self.command
-        courses: dict[tuple[str, int], Course] = {}  # by run and round, as the first copy of it settled it
+        courses: dict[tuple[str, int] | None, Course] = {}  # by run and round, as the first copy of it settled it
         for task in self.tasks:
             with opened_copy(task.copy, task.target.parent, command.identity, observer) as source:
-                if command.logging.resume and not command.force and _has_delta(task, Path(source)):
+                if self.passes_over(task, Path(source)):
                     observer.note(f"{name_of_copy(task.copy)}: {task.target} is there already")
                     yield Unlearned(task, None, record_warnings=self.warnings)
                     continue
                 manifest = read_copy_manifest(Path(source)) if Path(source).is_dir() else None
                 round_id = (manifest.run, manifest.round) if manifest else None
-                result = self._train(source, task, observer, courses.get(round_id) if round_id else None)
+                result = self._train(source, task, observer, courses.get(round_id))
                 if round_id and result.course:
                     courses.setdefault(round_id, result.course)
                 answers: Sequence[Shown] = ()
@@ -112,7 +117,7 @@ class UnlearnPlan:
 
     def _train(self, source: str, task: UnlearningTask, observer: Observer, course: Course | None) -> UnlearningResult:
         from mpu_cli.model.source import open_model
-        from mpu_cli.training.delta import client_secret, default_secret_path
+        from mpu_cli.training.delta import own_client_secret
         from mpu_cli.training.execution import last_checkpoint
         from mpu_cli.training.ledger import default_ledger_path
         from mpu_cli.training.unlearn import unlearn
@@ -124,9 +129,8 @@ class UnlearnPlan:
         try:
             return unlearn(
                 open_model(source, links=False), self.data, self.options, target=task.target, force=command.force,
-                logging=command.logging, reference_file=task.reference_file,
-                secret=lambda: client_secret(default_secret_path()), ledger=default_ledger_path(),
-                checks=command.checks, until=until, observer=observer,
+                logging=command.logging, reference_file=task.reference_file, secret=own_client_secret,
+                ledger=default_ledger_path(), checks=command.checks, until=until, observer=observer,
             )  # fmt: skip
         except (KeyboardInterrupt, Stopped):
             resume_folder = task.target.with_name(f"{task.target.name}.resume")
@@ -194,54 +198,53 @@ class Unlearn(Command):
         """
         from mpu_cli.training.data import read_dataset, with_unseen
         from mpu_cli.training.job import check_logging, check_options, in_float32_if_private
+        from mpu_cli.training.private import check_opacus
         from mpu_cli.training.stopping import Until, hold_out
 
         copies = [str(path) for path in paths_from(self.copies)]  # first: what writes them would find a closed pipe
-        how = in_float32_if_private(self.unlearning, observer)
-        data = read_dataset(how, observer)
+        options = in_float32_if_private(self.unlearning, observer)
+        data = read_dataset(options, observer)
         until = None
         one_process = int(os.environ.get("WORLD_SIZE", "1")) == 1
-        if how.epochs is None and how.privacy.dp_epsilon is None and one_process:
+        if options.epochs is None and options.privacy.dp_epsilon is None and one_process:
             until = Until(self.goal, self.stopping)
             data = hold_out(data, self.goal.held_out)
             if self.goal.unseen:
-                data = with_unseen(data, self.goal.unseen, how.records.reading, observer)
+                data = with_unseen(data, self.goal.unseen, options.records.reading, observer)
         elif self.stopping != Stopping() or self.goal != Goal():
             raise UsageError(
                 "--max-steps, --training-noise, --unseen, --max-left, --min-kept and --held-out are for a training "
                 "that stops when it is done",
                 "leave out --epochs and --dp-epsilon, and use one process",
             )
-        if self.stopping.training_noise and how.lora.lora_rank is not None:
+        if self.stopping.training_noise and options.lora.lora_rank is not None:
             raise UsageError(
                 "--training-noise: is for a training of all weights", "leave out one of it and --lora-rank"
             )
         tasks = self._tasks(copies)
-        check_options(how)
-        check_logging(self.logging, how.privacy)
-        if how.privacy.dp_epsilon is not None:
-            from mpu_cli.training.private import check_opacus
-
+        check_options(options)
+        check_logging(self.logging, options.privacy)
+        if options.privacy.dp_epsilon is not None:
             check_opacus()
-        return UnlearnPlan(self, tasks, data, how, until)
+        return UnlearnPlan(command=self, tasks=tasks, data=data, options=options, until=until)
 
     def run(self, observer: Observer = SILENT) -> list[Unlearned]:
         """The deltas of all copies; warnings go to ``observer``."""
         plan = self.plan(observer)
         for warning in plan.warnings:
             observer.warn(warning)
-        done = []
+        outcomes = []
         for outcome in plan.carry_out(observer):
             if outcome.result and outcome.result.is_main_process:
                 self._tell(outcome.task.copy, outcome.result, observer)
                 for answer in outcome.answers:
                     observer.show(str(answer))
-            done.append(outcome)
-        return done
+            outcomes.append(outcome)
+        return outcomes
 
-    def report(self, done: list[Unlearned], observer: Observer) -> Report:
-        if any(each.result and not each.result.is_main_process for each in done):
-            return Report([], None)  # the first of several processes tells
+    def report(self, outcomes: list[Unlearned], observer: Observer) -> Report:
+        if any(each.result and not each.result.is_main_process for each in outcomes):
+            return Report([], None)  # the main process reports
         documents = [
             {
                 "copy": each.task.copy,
@@ -250,14 +253,14 @@ class Unlearn(Command):
                 "answers": [asdict(answer) for answer in each.answers],
                 "warnings": each.warnings,
             }
-            for each in done
+            for each in outcomes
         ]
         observer.note(
             "next: send the deltas (`mpu audit-delta` shows what they tell). The server's model may forget less than "
             "the copy: ask for a copy of the new one, and `mpu check` it"
         )
         document = documents[0] if len(documents) == 1 else {"deltas": documents}
-        return Report([each.task.target for each in done], document)
+        return Report([each.task.target for each in outcomes], document)
 
     def _tell(self, copy: str, result: UnlearningResult, observer: Observer) -> None:
         """What came of one copy."""
@@ -282,7 +285,7 @@ class Unlearn(Command):
             raise UsageError(f"--reference-file {references}: one file for {len(copies)} copies", "name a directory")
         tasks = []
         for copy in copies:
-            _check_is_no_records(copy)
+            _check_not_records(copy)
             # With a separator at its end, it is a directory.
             folder = f"{out}{os.sep}" if several and out is not None else out
             target = delta_path(folder, copy, round_of_copy(Path(copy)))
@@ -303,7 +306,9 @@ class Unlearn(Command):
         from mpu_cli.model.source import open_model
         from mpu_cli.training.delta import delta_specs
         from mpu_cli.training.execution import KEPT_CHECKPOINTS
-        from mpu_cli.training.job import misfits
+        from mpu_cli.training.job import misfits, plan_privately
+        from mpu_cli.training.losses import objective_of
+        from mpu_cli.training.private import most_signal
         from mpu_cli.training.rates import HARDLY_FORGETS
 
         plan = self.plan(observer)
@@ -332,7 +337,9 @@ class Unlearn(Command):
                 "both"
             )
         if plan.options.privacy.dp_epsilon is not None:
-            signal = plan.most_signal(models[0])
+            planned = plan_privately(plan.data, plan.options, objective_of(plan.options.algo, plan.options.loss))
+            weights = sum(math.prod(shape) for _, shape in delta_specs(models[0], plan.options).values())
+            signal = most_signal(planned, weights)
             notes.append(
                 f"privacy: the noise is at least {1 / signal:.2g} times what the records change, even if all of them "
                 "pull the same way; `mpu surrogate` forgets what many records share at a smaller price"
@@ -347,7 +354,7 @@ class Unlearn(Command):
         records = [(f"{counted(len(each), 'record')} {name}", None) for name, each in sets.items()]
         writes = []
         for task, model in zip(plan.tasks, models, strict=True):
-            if not (self.logging.resume and not self.force and _has_delta(task, Path(task.copy))):
+            if not plan.passes_over(task, Path(task.copy)):
                 writes.append((task.target, nbytes_of(delta_specs(model, plan.options))))
         if not writes:
             return Report(["all deltas are there already"], {"reads": [], "writes": []})
@@ -379,25 +386,11 @@ def _spent_together(spent: Mapping[str, float], earlier: int) -> str:
     return f"with the {earlier} trainings before it: ε = {total:.3g}"
 
 
-def _check_is_no_records(copy: str) -> None:
-    """Raise UsageError for a file of records, which a shell's pattern may name; the index of a sharded model is JSON,
-    too."""
+def _check_not_records(copy: str) -> None:
+    """Raise UsageError for a file of records, which a shell's pattern may name. The index of a sharded model is JSON,
+    too, and is allowed."""
     from mpu_cli.files.reader import INDEX
     from mpu_cli.records.read import RECORD_SUFFIXES
 
     if Path(copy).suffix in RECORD_SUFFIXES and not copy.endswith(INDEX):
         raise UsageError(f"{copy}: holds records and is no copy", "repeat --forget or --retain for several files")
-
-
-def _has_delta(task: UnlearningTask, opened: Path) -> bool:
-    """Whether the delta of a copy, ``opened``, lies at its target. Raises MpuError if that of something else does."""
-    from mpu_cli.files.reader import open_checkpoint
-
-    if not task.target.exists():
-        return False
-    origin = read_copy_manifest(opened) if opened.is_dir() else None
-    if origin is None or delta_manifest(open_checkpoint(task.target).metadata, task.target).origin != origin:
-        raise MpuError(
-            f"{task.target}: already exists, and is not the delta of {task.copy}", "use --force to replace it"
-        )
-    return True

@@ -90,7 +90,7 @@ def _omitted_layers(copies: Sequence[Model]) -> tuple[int, ...]:
 def _matched(model: Model, base: Model) -> dict[str, torch.Tensor]:
     """The model's tensors by the base's names. Raises MpuError if they differ in more than names."""
     try:
-        return matching(base, base.layout, model) or {}
+        return matching(base, model) or {}
     except MpuError as error:
         raise MpuError(f"{model.source}: tensors or shapes do not match the base") from error
 

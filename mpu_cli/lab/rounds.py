@@ -57,7 +57,7 @@ from mpu_cli.records.read import read_records
 from mpu_cli.subprocesses import run_mpu
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.delta import client_secret, delta_specs
-from mpu_cli.training.job import check_options, deciding, epochs_of, refers_back
+from mpu_cli.training.job import check_options, decisive_options, epochs_of, refers_back
 from mpu_cli.training.losses import algorithm_named
 from mpu_cli.training.rates import with_precision, with_rate
 from mpu_cli.training.unlearn import unlearn
@@ -169,7 +169,8 @@ def facts_of(experiment: Experiment, data: Dataset) -> dict[str, object]:
     decided = {
         name: value for name, value in options.items() if declarations[name].affects_result and name not in elsewhere
     }
-    decided |= deciding(experiment.unlearning) | {"micro_batch_size": experiment.unlearning.training.micro_batch_size}
+    decided |= decisive_options(experiment.unlearning)
+    decided["micro_batch_size"] = experiment.unlearning.training.micro_batch_size
     publication, pretrained = publication_in(experiment, seed=bytes(32)), experiment.pretrained
     published = {
         "noise": {"kind": publication.scheme.kind, "factors": publication.scheme.factors}, "kappa": publication.kappa,

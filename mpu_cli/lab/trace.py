@@ -287,7 +287,7 @@ def trace(
                 matched[which] = match_layers(suspect, base.checkpoint, layout, residual), residual
             suspect, residual = matched[which]
             public = shallow(pretrained, omitted) if pretrained else None
-            tracer = _Tracer(each, base, layout, suspect, residual, matching(base, layout, public), pool)
+            tracer = _Tracer(each, base, layout, suspect, residual, matching(base, public), pool)
             results.append(tracer.evidence(observer))
     return Trace(source, tuple(results))
 

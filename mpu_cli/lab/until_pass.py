@@ -80,7 +80,7 @@ class _Rounds:
             verdict = self._check(number, observer)
             observer.note(f"{verdict.sentence} (left {verdict.left}, kept {verdict.kept})")
             verdicts.append(verdict)
-            if not verdict.is_to_go_on:
+            if not verdict.needs_another_round:
                 break
         return Request(model, verdicts)
 

@@ -31,7 +31,7 @@ from mpu_cli.files.boundary import Count, Document, RunName, Text, Word, as_entr
 from mpu_cli.measuring.verdict import WIDEST, Share, Verdict
 from mpu_cli.protocol.keys import Keys
 from mpu_cli.records.forms import Record, digest_of_record
-from mpu_cli.training.job import surroundings_of, weights_of
+from mpu_cli.training.job import fingerprint_of, surroundings_of
 
 if TYPE_CHECKING:
     from mpu_cli.model.source import Model
@@ -305,7 +305,7 @@ def check_origin(receipt: Receipt, keys: Keys, path: Path) -> None:
 def check_copy(receipt: Receipt, sent: Model, path: Path) -> None:
     """Raise MpuError unless the copy that was measured has the weights of the one that was ``sent``, and its tokenizer,
     template and config."""
-    if receipt.copy.weights != weights_of(sent):
+    if receipt.copy.weights != fingerprint_of(sent):
         raise MpuError(f"{path}: other weights were measured than those of the copy", "name the copy that was sent")
     if receipt.copy.surroundings != surroundings_of(sent):
         raise MpuError(

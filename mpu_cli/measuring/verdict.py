@@ -14,13 +14,13 @@ from statistics import fmean
 
 from mpu_cli.records.knowledge import share_kept, share_left
 
-LEVEL = 0.95  # of the intervals
+CONFIDENCE = 0.95  # of the intervals
 RESAMPLES = 2000
 WIDEST = 10.0  # shares and ends of intervals are cut here, in both directions
 MAX_STEP_FACTOR = 1.6  # times the step that was taken: what another step may be
-INTERVAL_FACTOR = (
-    2.0  # times the share that may be left: the upper end of its interval, and how far below a stranger is too far
-)
+SHORTER_STEP_FACTOR = 0.8  # times the step that was taken, after one that went too far
+# Times the share that may be left: the upper end of its interval, and how far below a stranger is too far.
+INTERVAL_FACTOR = 2.0
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Verdict:
     """What is left of the records to forget and what is kept of the others; None where it cannot be computed.
 
     ``kept`` is of records that the training did not see, ``kept_trained`` of those that it saw, ``kept_general`` of
-    what has nothing to do with either, and decides nothing. ``max_left`` and
-    ``min_kept`` are the limits that were asked for; ``scores`` are of the sets, by name, for people. Shares are rounded
-    against the model: up what is left, down what is kept. Nothing is decided unless the model reads records as the one
-    before did (``same_surroundings``). ``has_stranger``: whether unseen records or a public model say what a model
-    guesses that never saw the records.
+    what has nothing to do with either, and decides nothing. ``max_left`` and ``min_kept`` are the limits that were
+    asked for; ``scores`` are of the sets, by name, for people. Shares are rounded against the model: up what is left,
+    down what is kept. Nothing is decided unless the model reads records as the one before did
+    (``same_surroundings``). ``has_stranger``: whether unseen records or a public model say what a model guesses that
+    never saw the records.
     """
 
     left: Share | None
@@ -120,8 +120,10 @@ class Verdict:
         }[self.is_kept]
         if not self.same_surroundings:
             return f"undecided: {forgetting}, {keeping}, by a copy that reads records otherwise"
-        undecided = None in (self.is_forgotten, self.is_kept) and False not in (self.is_forgotten, self.is_kept)
-        verdict = "pass" if self.passes else "undecided" if undecided else "fail"
+        decisions = (self.is_forgotten, self.is_kept)
+        verdict = "pass" if self.passes else "fail"
+        if None in decisions and False not in decisions:
+            verdict = "undecided"
         return f"{verdict}: {forgetting}, {keeping}"
 
     @property
@@ -147,7 +149,7 @@ class Verdict:
             )
         if self.is_forgotten is None and self.left is not None:
             return "check with --unseen records or with --public: without, what a stranger would guess counts as left"
-        if self.is_to_go_on:
+        if self.needs_another_round:
             return again
         if self.is_unsure:
             return "check with more --unseen records, or with --public: the interval is wide because records are few"
@@ -168,7 +170,7 @@ class Verdict:
         if self.left is None or self.is_kept is False:
             return None
         if self.is_too_far:
-            return 0.8
+            return SHORTER_STEP_FACTOR
         if self.is_forgotten is not False or self.is_unsure or self.kept is None or not self.left.estimate < 1:
             return None
         step = math.ceil(10 * math.sqrt(math.log(self.max_left) / math.log(self.left.estimate))) / 10
@@ -176,7 +178,7 @@ class Verdict:
         return step if step <= MAX_STEP_FACTOR and is_kept else None
 
     @property
-    def is_to_go_on(self) -> bool:
+    def needs_another_round(self) -> bool:
         """Whether another round can make it a pass: what was not forgotten can be, what was lost does not come back."""
         return self.is_forgotten is False and not self.is_unsure
 
@@ -192,12 +194,15 @@ def judge(
 ) -> Verdict:
     """The verdict on a model from scores ``after`` and ``before`` of the sets forget, unseen, held_out, retain and
     general, and of forget and unseen under a model that never saw them, ``public``."""
-    scores = {name: _rounded(each) for name, each in after.items()}
-    scores |= {f"{name} before": _rounded(each) for name, each in before.items()}
+    scores = {name: _set_score(each) for name, each in after.items()}
+    scores |= {f"{name} before": _set_score(each) for name, each in before.items()}
     left = _left(after, before, public) if "forget" in before else None
     kept, trained, general = (_kept(after, before, name) for name in ("held_out", "retain", "general"))
+    if kept is None:  # without held-out records, those that were trained on decide
+        kept, trained = trained, None
     return Verdict(
-        left, kept or trained, trained if kept else None, max_left, min_kept, scores, same_surroundings, general,
+        left=left, kept=kept, kept_trained=trained, max_left=max_left, min_kept=min_kept, scores=scores,
+        same_surroundings=same_surroundings, kept_general=general,
         has_stranger="unseen" in after or public is not None,
     )  # fmt: skip
 
@@ -205,29 +210,23 @@ def judge(
 def _left(
     after: dict[str, RecordScores], before: dict[str, RecordScores], public: dict[str, RecordScores] | None
 ) -> Share | None:
-    columns = [after["forget"].probabilities, before["forget"].probabilities]
-    unseen = [scores["unseen"].probabilities for scores in (after, before) if "unseen" in scores]
+    # By the parameters of share_left: the scores of records to forget, and of unseen ones.
+    of_forget = {"after": after["forget"], "before": before["forget"]}
+    of_unseen = {"unseen_after": after["unseen"], "unseen_before": before["unseen"]} if "unseen" in after else {}
     if public:
-        columns.append(public["forget"].probabilities)
-        if unseen:
-            unseen.append(public["unseen"].probabilities)
+        of_forget["public"] = public["forget"]
+        if of_unseen:
+            of_unseen["public_unseen"] = public["unseen"]
 
     def left(forget: Sequence[int], strangers: Sequence[int]) -> float:
-        drawn = [[column[number] for number in forget] for column in columns]
-        drawn_unseen = [[column[number] for number in strangers] for column in unseen]
-        return share_left(
-            drawn[0],
-            drawn[1],
-            unseen_after=drawn_unseen[0] if unseen else None,
-            unseen_before=drawn_unseen[1] if unseen else None,
-            public=drawn[2] if public else None,
-            public_unseen=drawn_unseen[2] if public and unseen else None,
-        )
+        drawn = {name: [scores.probabilities[i] for i in forget] for name, scores in of_forget.items()}
+        drawn |= {name: [scores.probabilities[i] for i in strangers] for name, scores in of_unseen.items()}
+        return share_left(**drawn)
 
-    share = left(range(len(columns[0])), range(len(unseen[0]) if unseen else 0))
-    if not share < float("inf"):
-        return None
-    return _interval(left, share, len(columns[0]), len(unseen[0]) if unseen else 0, _rounded_up)
+    records = len(after["forget"].probabilities)
+    strangers = len(after["unseen"].probabilities) if of_unseen else 0
+    share = left(range(records), range(strangers))
+    return _interval(left, share, records, strangers, _rounded_up) if share < float("inf") else None
 
 
 def _kept(after: dict[str, RecordScores], before: dict[str, RecordScores], name: str) -> Share | None:
@@ -260,26 +259,26 @@ def _interval(
     estimate: float,
     records: int,
     strangers: int,
-    rounded: Callable[[float], float],
+    round_share: Callable[[float], float],
 ) -> Share:
     """A percentile bootstrap over records and, independently, over unseen ones; the same each time."""
     import numpy as np
     from scipy.stats import bootstrap
 
     if records < 2:
-        return Share(rounded(_cut(estimate)), -WIDEST, WIDEST)
-    samples = [np.arange(records)] + ([np.arange(strangers)] if strangers > 1 else [])
-    fixed = () if strangers > 1 else range(strangers)
-    found = bootstrap(
-        samples, lambda *drawn: _cut(statistic(drawn[0], drawn[1] if len(drawn) > 1 else fixed)),
-        vectorized=False, n_resamples=RESAMPLES, confidence_level=LEVEL, method="percentile",
+        return Share(round_share(_cut(estimate)), -WIDEST, WIDEST)
+    samples = [np.arange(records)] + ([np.arange(strangers)] if strangers > 1 else [])  # scipy needs two of each
+    all_strangers = range(strangers)
+    interval = bootstrap(
+        samples, lambda drawn, drawn_strangers=all_strangers: _cut(statistic(drawn, drawn_strangers)),
+        vectorized=False, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile",
         rng=np.random.default_rng(0),
-    )  # fmt: skip
-    low, high = found.confidence_interval
-    return Share(rounded(_cut(estimate)), rounded(float(low)), rounded(float(high)))
+    ).confidence_interval  # fmt: skip
+    low, high = round_share(float(interval.low)), round_share(float(interval.high))
+    return Share(round_share(_cut(estimate)), low, high)
 
 
-def _rounded(scores: RecordScores) -> SetScore:
+def _set_score(scores: RecordScores) -> SetScore:
     count = len(scores.probabilities)
     return SetScore(
         1 << max(0, count - 1).bit_length(),

@@ -14,7 +14,6 @@ from concurrent.futures import Executor, Future
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
 
@@ -38,14 +37,12 @@ from mpu_cli.model.transform import TensorMap, as_matrix, measured_slices, row_s
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.publishing import RESTORE, Aggregating
 from mpu_cli.protocol.deltas import Change, Delta, LowRank, Undoing, check_base, check_finite, check_norms, outliers_of
-from mpu_cli.protocol.keys import Keys
 from mpu_cli.protocol.register import PLANTED, Draws, Fingerprints, products_with, take_out
 from mpu_cli.protocol.round import (
     AggregatePlan,
     Aggregation,
     ServerStep,
     agreement_of,
-    restoring_step,
     settle_server_lr,
 )
 from mpu_cli.version import __version__
@@ -55,19 +52,19 @@ from mpu_cli.version import __version__
 CARD = "README.md"
 
 
-def card(base: Model, keys: Keys, result: Aggregation, kind: str) -> str:
+def card(base: Model, result: Aggregation, kind: str) -> str:
     """Where the model comes from: its base, the round, how the copies agreed. It names no path and no secret.
 
     ``kind`` is "model" or "adapter".
     """
-    of_hub = None if Path(base.source).exists() else base.source
+    keys, error = result.keys, result.error.relative
+    hub_id = None if Path(base.source).exists() else base.source
     algorithms = ", ".join(sorted(set(result.algorithms)))
-    error = result.error.relative
-    head = [f"base_model: {json.dumps(of_hub)}"] if of_hub else []
-    head += ["library_name: peft"] if kind == "adapter" else ["library_name: transformers"]
-    head += ["tags:", "- unlearning", "- mpu"]
+    front_matter = [f"base_model: {json.dumps(hub_id)}"] if hub_id else []
+    front_matter += ["library_name: peft"] if kind == "adapter" else ["library_name: transformers"]
+    front_matter += ["tags:", "- unlearning", "- mpu"]
     rows = [
-        ("base", of_hub or f"a private {base.config.get('model_type')} model"),
+        ("base", hub_id or f"a private {base.config.get('model_type')} model"),
         ("base's fingerprint", keys.base.fingerprint),
         ("run, round", f"{keys.run}, {keys.round}"),
         ("copies", f"{keys.copies}, {keys.publication.scheme.name} noise, symmetries {keys.publication.symmetries}"),
@@ -88,7 +85,7 @@ def card(base: Model, keys: Keys, result: Aggregation, kind: str) -> str:
     warnings = [f"- {text}" for text in result.warnings()]
     return "\n".join(
         [
-            "---", *head, "---", "",
+            "---", *front_matter, "---", "",
             "# Unlearned model" if kind == "model" else "# Unlearning, as an adapter", "",
             "Records were unlearned without leaving their owner, with MPU "
             "([arXiv 2602.23798](https://arxiv.org/abs/2602.23798)): the owner trained disguised copies of the base "
@@ -107,7 +104,8 @@ def card(base: Model, keys: Keys, result: Aggregation, kind: str) -> str:
 # outlive large buffers fragment the heap.
 _Sums = tuple[list[list[float]], list[float], list[float]]
 
-Begun = TypeVar("Begun")
+# What has begun for one tensor: digests of its pieces, and the sums of its slices.
+_Begun = tuple[Iterator[bytes], list[Future[_Sums]]]
 
 
 # The update of each data owner is combined from the deltas of its own copies, of a publication of the same base; the
@@ -129,8 +127,19 @@ class Combined:
         return [f"run {update.keys.run}: {text}" for update in self.updates for text in update.warnings()]
 
 
-class _Together:
-    """The changes of all owners' deltas in the base's coordinates, one after the other."""
+@dataclass(frozen=True)
+class Written:
+    """What became known while a model was written: ``gram``, the inner products of the changes, float64 (k, k), and
+    what ``Aggregation`` says of it; ``planted`` is of each publication."""
+
+    gram: torch.Tensor
+    rounding: float
+    outliers: tuple[tuple[str, int, float], ...]
+    planted: tuple[float, ...]
+
+
+class _AllChanges:
+    """The changes of all owners' deltas in the base's coordinates, one owner's after the other's."""
 
     def __init__(self, undoings: Sequence[Undoing]):
         self._undoings = undoings
@@ -154,7 +163,7 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
     """
     owners, options = plan.owners, plan.options
     undoings = [Undoing(owner.deltas, owner.keys, plan.base.layout) for owner in owners]
-    together = _Together(undoings)
+    changes = _AllChanges(undoings)
     with Transaction(force=plan.force) as transaction:
         folder = transaction.add(plan.out, directory=True)
         steps = [1.0] * len(owners)
@@ -163,38 +172,48 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
             options = replace(options, server_lr=1.0, probe=None)
         weights = torch.cat([w * step for w, step in zip(plan.weights, steps, strict=True)])
 
-        def write(into: Path, how: Aggregating) -> tuple[torch.Tensor, dict[str, Any]]:
-            return write_model(plan.base, together, weights, plan.publications, how, into, observer)
+        def write(into: Path, settled: Aggregating) -> Written:
+            return write_model(plan, changes, weights, settled, into, observer)
 
-        options, chosen = settle_server_lr(plan.base, options, write, plan.out, observer)
-        gram, facts = write(folder, options)
+        options, server_step = settle_server_lr(plan.base, options, write, plan.out, observer)
+        written = write(folder, options)
+        gram = written.gram
         # Of all owners together, too: each below the bound, they may still add up to more.
-        check_norms(gram, together.deltas, options.max_norm, weights * options.rate)
-        updates, picked, offset = [], torch.zeros(len(owners), len(weights), dtype=torch.float64), 0
+        check_norms(gram, changes.deltas, options.max_norm, weights * options.rate)
+        updates, offset = [], 0
+        weights_by_owner = torch.zeros(len(owners), len(weights), dtype=torch.float64)  # 0 for the others' deltas
         for i, owner in enumerate(owners):
-            part = slice(offset, offset := offset + len(owner.deltas))
-            picked[i, part] = weights[part]
+            part = slice(offset, offset + len(owner.deltas))
+            offset = part.stop
+            weights_by_owner[i, part] = weights[part]
             check_norms(gram[part, part], owner.deltas, options.max_norm, weights[part] * options.rate)
             update = replace(
                 agreement_of(owner, plan.out, gram[part, part]),
-                rounding=facts["rounding"],
-                planted=facts["planted"][i],
-                outliers=facts["outliers"] if len(owners) == 1 else (),
-                step=chosen,
+                rounding=written.rounding,
+                planted=written.planted[i],
+                outliers=written.outliers if len(owners) == 1 else (),
+                step=server_step,
                 rate=steps[i] * options.rate,
             )
             update.check(plan.trust_deltas)
             updates.append(update)
         if len(owners) == 1:
-            (folder / CARD).write_text(card(plan.base, owners[0].keys, updates[0], "model"), encoding="utf-8")
-    between = picked @ gram @ picked.T
-    norms = between.diagonal().clamp(min=0).sqrt()
-    return Combined(plan.out, updates, between / (norms[:, None] * norms[None, :]), facts["rounding"], chosen)
+            (folder / CARD).write_text(card(plan.base, updates[0], "model"), encoding="utf-8")
+    products = weights_by_owner @ gram @ weights_by_owner.T  # of the owners' updates
+    norms = products.diagonal().clamp(min=0).sqrt()
+    return Combined(plan.out, updates, products / (norms[:, None] * norms[None, :]), written.rounding, server_step)
+
+
+MOST_RESTORED = 1.5  # times an average; of changes that agree less, a longer one is mostly what sets them apart
 
 
 def default_step(base: Model, undoing: Undoing, weights: torch.Tensor) -> float:
-    """How many times Σ_k w_k·(change k) to apply where nobody says: more than once if each copy was trained until it
-    had forgotten, by ``restoring_step``. Reads a slice or two of each tensor."""
+    """How many times ū = Σ_k w_k·u_k to apply under --server-lr restore: once or, if each copy was trained until it had
+    forgotten, so often that it is as long as the changes u_k, √(mean‖u_k‖² / ‖ū‖²), in hundredths, 1 to MOST_RESTORED.
+
+    What noise, or the course of each training, added to each change is averaged out, and with it some of what made its
+    copy forget. Reads a slice or two of each tensor.
+    """
     deltas = undoing.deltas
     if len(deltas) < 2 or not all(delta.manifest.until_done for delta in deltas):
         return 1.0
@@ -213,37 +232,35 @@ def default_step(base: Model, undoing: Undoing, weights: torch.Tensor) -> float:
         for delta in deltas:
             if tensor.name in delta.checkpoint.tensors:
                 delta.checkpoint.forget_pages(tensor.name)
-    return restoring_step(gram.diagonal().tolist(), float(weights @ gram @ weights))
+    mean_square, square = math.fsum(gram.diagonal().tolist()) / len(deltas), float(weights @ gram @ weights)
+    return round(min(max(1.0, math.sqrt(mean_square / square)), MOST_RESTORED), 2) if square > 0 else 1.0
 
 
 def write_model(
-    base: Model,
-    changes: _Together,
-    weights: torch.Tensor,
-    publications: Sequence[Keys],
-    options: Aggregating,
-    folder: Path,
-    observer: Observer = SILENT,
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Write θ + η·Σ_k w_k·(change k) into ``folder``, except for the model card; θ is what all ``publications`` are of.
+    plan: AggregatePlan, changes: _AllChanges, weights: torch.Tensor, options: Aggregating, folder: Path,
+    observer: Observer,
+) -> Written:  # fmt: skip
+    """Write θ + η·Σ_k w_k·(change k) into ``folder``, except for the model card; η is the rate of ``options``.
 
-    An update that has too much of the copies' own noise is written once more, without. Returns the inner products of
-    the changes, float64 (k, k), and what else became known, by fields of ``Aggregation``.
+    An update that has too much of the copies' own noise is written once more, without.
     """
-    how = (base, changes, weights, publications, options, folder, observer)
-    gram, facts = _write_model(*how, without_noise=False)
-    if max(facts["planted"]) > PLANTED:
+    written = _write_model(plan, changes, weights, options, folder, observer)
+    if max(written.planted) > PLANTED:
         for path in folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-        _, without = _write_model(*how, without_noise=True)
-        facts = without | {"planted": facts["planted"]}
-    return gram, facts
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        cleaned = _write_model(plan, changes, weights, options, folder, observer, without_noise=True)
+        written = replace(cleaned, gram=written.gram, planted=written.planted)
+    return written
 
 
 def _write_model(
-    base: Model, changes: _Together, weights: torch.Tensor, publications: Sequence[Keys], options: Aggregating,
-    folder: Path, observer: Observer, *, without_noise: bool,
-) -> tuple[torch.Tensor, dict[str, Any]]:  # fmt: skip
+    plan: AggregatePlan, changes: _AllChanges, weights: torch.Tensor, options: Aggregating, folder: Path,
+    observer: Observer, *, without_noise: bool = False,
+) -> Written:  # fmt: skip
+    base, publications = plan.base, plan.publications
     source, layout = base.checkpoint, base.layout
     dtype = OPTION[options.dtype] if options.dtype else None
     specs = model_specs(source, layout, dtype)
@@ -264,7 +281,7 @@ def _write_model(
         writer = stack.enter_context(CheckpointWriter(folder, specs, as_metadata(facts), like=source))
         pool = stack.enter_context(worker_pool())
 
-        def begin(tensor: TensorLayout) -> tuple[Iterator[bytes], list[Future[_Sums]]]:
+        def begin(tensor: TensorLayout) -> _Begun:
             digesting = piece_digests(source, tensor.name, pool)
             if not tensor.constant:
                 return digesting, add_up(
@@ -297,14 +314,14 @@ def _write_model(
     if behind := carry_small_files(base, folder, dtype):
         observer.note(f"{base.folder}: the result does not get {quoted_list(behind)}")
     write_json(folder / MANIFEST_NAME, facts)
-    return gram, {"rounding": lost, "outliers": tuple(outliers), "planted": fingerprints.largest_z(noise)}
+    return Written(gram, lost, tuple(outliers), fingerprints.largest_z(noise))
 
 
 def one_ahead(
-    begin: Callable[[TensorLayout], Begun], tensors: Iterable[TensorLayout]
-) -> Iterator[tuple[TensorLayout, Begun]]:
+    begin: Callable[[TensorLayout], _Begun], tensors: Iterable[TensorLayout]
+) -> Iterator[tuple[TensorLayout, _Begun]]:
     """Yield each tensor and its ``begin(tensor)`` once the next one has begun too, so that no core is idle."""
-    waiting: list[tuple[TensorLayout, Begun]] = []
+    waiting: list[tuple[TensorLayout, _Begun]] = []
     for tensor in tensors:
         waiting.append((tensor, begin(tensor)))
         if len(waiting) > 1:
@@ -323,20 +340,20 @@ def sums_of(adding: Sequence[Future[_Sums]]) -> tuple[torch.Tensor, torch.Tensor
 def add_up(
     pool: Executor,
     tensor: TensorLayout,
-    source: torch.Tensor,
-    owners_changes: _Together,
+    base_weights: torch.Tensor,
+    all_changes: _AllChanges,
     rates: torch.Tensor,
     writer: CheckpointWriter,
     fingerprints: Fingerprints,
     *,
     without_noise: bool,
 ) -> list[Future[_Sums]]:
-    """Start writing ``source`` plus the changes to one tensor times their rates; see ``sums_of``.
+    """Start writing one tensor: ``base_weights`` plus the changes to it times their ``rates``; see ``sums_of``.
 
-    They are looked at for ``fingerprints``; ``without_noise``: and lose them.
+    The update is searched for ``fingerprints`` and, ``without_noise``, loses them.
     """
-    target, before = as_matrix(writer.tensor(tensor.name)), as_matrix(source)
-    changes = owners_changes.changes(tensor)
+    target, before = as_matrix(writer.tensor(tensor.name)), as_matrix(base_weights)
+    changes = all_changes.changes(tensor)
     present_changes = [change for change in changes if change is not None]
     dtype = compute_dtype(
         *(NAME[d] for d in (before.dtype, target.dtype, *(d for c in present_changes for d in c.dtypes)))
@@ -357,7 +374,7 @@ def add_up(
         update = torch.zeros_like(clean)
         for k, (part, rate) in enumerate(zip(undone, rounded_rates, strict=True)):
             if part is not None:
-                check_finite(part, gram[k][k], owners_changes.deltas[k], tensor.name)
+                check_finite(part, gram[k][k], all_changes.deltas[k], tensor.name)
                 update.view(-1).add_(part, alpha=rate)
         noise = [0.0] * (fingerprints.count + 1)
         if (measured or without_noise) and present_changes:
@@ -375,7 +392,7 @@ def add_up(
         if not measured:
             return gram, [0.0, 0.0], noise
         lost = stored.to(dtype) - clean - update
-        return gram, [float(lost.double().square().sum()), noise[-1]], noise
+        return gram, [float(lost.double().square().sum()), noise[-1]], noise  # noise[-1]: the update's squared norm
 
     pool.submit(writer.populate, tensor.name)
     return [pool.submit(work, *bounds, i in looked_at) for i, bounds in enumerate(slices)]
@@ -395,8 +412,7 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
     with worker_pool() as pool:
         check_base(base, keys, pool)
     undoing = Undoing(deltas, keys, layout)
-    restores = options.step == RESTORE
-    rate = default_step(base, undoing, weights) if restores else options.rate
+    rate = default_step(base, undoing, weights) if options.step == RESTORE else options.rate
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
     tensors: dict[str, torch.Tensor] = {}
     outliers: list[tuple[str, int, float]] = []
@@ -430,7 +446,7 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
         write_json(folder / "adapter_config.json", config)
         result = replace(agreement_of(owner, plan.out, gram), outliers=tuple(outliers), rate=rate)
         result.check(plan.trust_deltas)
-        (folder / CARD).write_text(card(base, keys, result, "adapter"), encoding="utf-8")
+        (folder / CARD).write_text(card(base, result, "adapter"), encoding="utf-8")
     return result
 
 

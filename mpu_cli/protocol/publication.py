@@ -266,11 +266,11 @@ def permanent_seed(content: str, note: Callable[[str], None]) -> bytes:
 # The pretrained model's tensors by the names of the base.
 
 
-def matching(base: Model, layout: Layout, pretrained: Model | None) -> dict[str, torch.Tensor] | None:
+def matching(base: Model, pretrained: Model | None) -> dict[str, torch.Tensor] | None:
     """The pretrained model's tensors by the base's names. Raises MpuError if the architectures differ."""
     if pretrained is None:
         return None
-    other = pretrained.layout
+    layout, other = base.layout, pretrained.layout
     names = [tensor.name for tensor in layout.parameters]
     theirs = {tensor.name: pretrained.checkpoint.tensor(tensor.name) for tensor in other.parameters}
     if len(theirs) != len(names):

@@ -24,7 +24,6 @@ from mpu_cli.files.reader import quoted_list, worker_pool
 from mpu_cli.files.sealing import seal_folder, write_private
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import CheckpointWriter, TensorSpecs, nbytes_of
-from mpu_cli.model.layout import Layout
 from mpu_cli.model.shallow import names_in_base, shallow
 from mpu_cli.model.source import Model, model_specs, not_in_copies, write_json, write_small_files
 from mpu_cli.observer import SILENT, Observer
@@ -45,8 +44,8 @@ from mpu_cli.protocol.stream import BaseScan, BlockReport, CopyWriter
 class Target:
     """Where a publication goes: ``copy_1`` … ``copy_m`` into ``out``, and the keys, sealed by ``seal``, to ``keys``.
 
-    ``recipients``, one for each copy that is written, make ``copy_k.age`` of it, which nobody else can open; the plain
-    copies lie beside the keys until they are encrypted. Nothing that exists is replaced unless ``force``.
+    With ``recipients``, one for each copy that is written, copies become ``copy_k.age``, which nobody else can open;
+    the plain copies lie beside the keys until they are encrypted. Nothing that exists is replaced unless ``force``.
     """
 
     out: Path
@@ -55,7 +54,7 @@ class Target:
     recipients: Sequence[Recipient] = ()
     force: bool = False
 
-    def copy(self, manifest: CopyManifest) -> Path:
+    def copy_path(self, manifest: CopyManifest) -> Path:
         return self.out / f"copy_{manifest.copy}{'.age' if self.recipients else ''}"
 
 
@@ -63,9 +62,9 @@ class Target:
 class PublishPlan:
     """What ``publish`` will read and write.
 
-    ``full_base`` and ``full_pretrained``: the models as they are; ``base`` and ``pretrained``: what the copies have of
-    them; ``specs``: the tensors of each copy; ``manifests``: of all copies, of which those in ``copies`` are
-    ``manifests_to_write``; ``existing_keys``: the keys, if another copy of the publication was made before.
+    ``full_base`` and ``full_pretrained``: the models with all layers; ``base`` and ``pretrained``: without those that
+    copies leave out; ``specs``: the tensors of each copy; ``manifests``: of all copies of the publication; ``copies``:
+    the numbers, from 1, of those to write; ``existing_keys``: if another copy of the publication was made before.
     """
 
     full_base: Model
@@ -74,7 +73,6 @@ class PublishPlan:
     pretrained: Model | None
     publication: Publication
     target: Target
-    layout: Layout
     specs: TensorSpecs
     manifests: tuple[CopyManifest, ...]
     copies: tuple[int, ...]
@@ -89,7 +87,7 @@ class PublishPlan:
         """The copies and, unless they are there already, the keys, with the bytes of what is large."""
         size = nbytes_of(self.specs)
         keys = [] if self.existing_keys else [(self.target.keys, None)]
-        return [*((self.target.copy(manifest), size) for manifest in self.manifests_to_write), *keys]
+        return [*((self.target.copy_path(manifest), size) for manifest in self.manifests_to_write), *keys]
 
 
 @dataclass(frozen=True)
@@ -121,17 +119,16 @@ def plan_publish(
     """
     base = shallow(full_base, publication.omitted)
     pretrained = shallow(full_pretrained, publication.omitted) if full_pretrained else None
-    layout = base.layout
-    _check_alias(base, layout)
-    matching(base, layout, pretrained)
+    _check_alias(base)
+    matching(base, pretrained)  # raises if the architectures differ
     manifests = publication.manifests(base.checkpoint.tensors, pretrained.address if pretrained else None)
     if existing_keys and existing_keys.copy_ids != tuple(manifest.copy_id for manifest in manifests):
         raise MpuError(f"{target.keys}: belongs to a publication with other options", "use those of its other copies")
     copies = tuple(sorted(set(only))) if only is not None else tuple(range(1, publication.copies + 1))
-    specs = model_specs(base.checkpoint, layout, publication.dtype)
     return PublishPlan(
-        full_base, full_pretrained, base, pretrained, publication, target, layout, specs, tuple(manifests), copies,
-        existing_keys,
+        full_base=full_base, full_pretrained=full_pretrained, base=base, pretrained=pretrained, publication=publication,
+        target=target, specs=model_specs(base.checkpoint, base.layout, publication.dtype), manifests=tuple(manifests),
+        copies=copies, existing_keys=existing_keys,
     )  # fmt: skip
 
 
@@ -141,36 +138,36 @@ def publish(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
     The noise of block ℓ has σ_ℓ = κ·RMS(v_ℓ), v = base − pretrained, or base without one (docs/design.md). Raises
     MpuError if either holds NaN, an output exists, copies made before are of another base, or the register forbids it.
     """
-    target, written = plan.target, plan.manifests_to_write
+    target, manifests = plan.target, plan.manifests_to_write
     _check_tokens(plan)
     observer.stage("publish", plan.base.checkpoint.nbytes)
-    entries: list[RegisterEntry] = []
+    entries: list[RegisterEntry] = []  # gets this publication's, which is withdrawn if anything below fails
     with _withdrawing(entries), Transaction(force=target.force) as transaction:
         # Renamed first: copies whose keys are lost would be wasted work.
         keys_output = None if plan.existing_keys else transaction.add(target.keys)
-        kept = _keep_keys(target.keys, transaction) if keys_output and target.keys.exists() else None
-        paths = [target.copy(manifest) for manifest in written]
+        earlier_keys = _keep_keys(target.keys, transaction) if keys_output and target.keys.exists() else None
+        paths = [target.copy_path(manifest) for manifest in manifests]
         outputs = [transaction.add(path, directory=not target.recipients) for path in paths]
         folders = outputs
         if target.recipients:
             plain = transaction.scratch(target.keys.parent)
-            folders = [plain / f"copy_{manifest.copy}" for manifest in written]
+            folders = [plain / f"copy_{manifest.copy}" for manifest in manifests]
             for folder in folders:
                 folder.mkdir()
-        reports, keys, noise = _write_copies(plan, folders, entries, observer)
-        for folder, manifest in zip(folders, written, strict=True):
-            manifest = replace(manifest, noise=noise)
+        reports, keys, noise_share = _write_copies(plan, folders, entries, observer)
+        for folder, manifest in zip(folders, manifests, strict=True):
             write_small_files(plan.base, folder, plan.specs, plan.publication.dtype)
-            write_json(folder / MANIFEST_NAME, copy_facts(manifest))
+            write_json(folder / MANIFEST_NAME, copy_facts(replace(manifest, noise=noise_share)))
+        # Not strict: without recipients, copies are not sealed.
         for folder, output, recipient in zip(folders, outputs, target.recipients, strict=False):
             seal_folder(folder, folder.name, output, recipient)
             shutil.rmtree(folder)
         if keys_output:
             write_private(keys_output, target.seal(keys))
         elif plan.existing_keys:
-            _check_same(plan, plan.existing_keys, keys)
-    if kept:
-        observer.note(f"{target.keys}: the keys of the earlier publication are kept as {kept}")
+            _check_same_publication(plan, plan.existing_keys, keys)
+    if earlier_keys:
+        observer.note(f"{target.keys}: the keys of the earlier publication are kept as {earlier_keys}")
     return Published(paths, plan.copies, target.keys, keys, reports)
 
 
@@ -179,26 +176,27 @@ def _write_copies(
 ) -> tuple[list[BlockReport], Keys, float]:
     """Write each copy's tensors into its folder; the keys that undo them, and the copies' permanent noise as a share of
     their weights. ``entries`` gets the publication's line in the register, if it has one."""
-    existing_keys, publication = plan.existing_keys, plan.publication
+    existing_keys, publication, layout = plan.existing_keys, plan.publication, plan.base.layout
     full_names = names_in_base(plan.full_base, publication.omitted)
-    full_layout = plan.full_base.layout
+    # Earlier publications decide on one whose permanent noise is the server's own, or that has a budget of ε.
+    is_registered = existing_keys is None and (publication.derive_permanent_seed or publication.calibration is not None)
     with ExitStack() as stack:
         scan = BaseScan(
             plan.base.checkpoint,
-            plan.layout,
-            matching(plan.base, plan.layout, plan.pretrained),
+            layout,
+            matching(plan.base, plan.pretrained),
             stack.enter_context(worker_pool()),
-            with_content=_is_registered(plan),
+            with_content=is_registered,
         )
         permanent_sigma = None
-        if _is_registered(plan):
-            publication, permanent_sigma = _enter(plan, scan, full_layout, full_names, entries, observer)
+        if is_registered:
+            publication, permanent_sigma = _enter(plan, scan, full_names, entries, observer)
         elif existing_keys and publication.permanent_seed:
             permanent_sigma = existing_keys.shared_sigma
-        noise = _share_of_permanent_noise(scan, publication, permanent_sigma)
+        noise_share = _share_of_permanent_noise(scan, publication, permanent_sigma)
         writers = []
         for folder, manifest in zip(folders, plan.manifests_to_write, strict=True):
-            metadata = as_metadata(copy_facts(replace(manifest, noise=noise)))
+            metadata = as_metadata(copy_facts(replace(manifest, noise=noise_share)))
             writers.append(
                 stack.enter_context(CheckpointWriter(folder, plan.specs, metadata, like=plan.base.checkpoint))
             )
@@ -207,27 +205,27 @@ def _write_copies(
             publication=publication,
             noise=publication.noise(plan.copies),
             scales=[publication.scheme.scales[copy - 1] for copy in plan.copies],
-            transforms=[publication.transform(copy, plan.layout) for copy in plan.copies],
+            transforms=[publication.transform(copy, layout) for copy in plan.copies],
             writers=writers,
             pool=scan.pool,
             observer=observer,
             full_names=full_names,
             permanent_sigma=permanent_sigma,
-            permanent_names=publication.permanent_names(full_layout),
+            permanent_names=publication.permanent_names(plan.full_base.layout),
         )
-        reports = writing.all_blocks(plan.layout.blocks)
-        _check_differs(plan, reports)
+        reports = writing.all_blocks(layout.blocks)
+        _check_pretrained_differs(plan, reports)
         fingerprint = scan.fingerprint(plan.full_base)
     keys = Keys(
-        publication,
-        writing.sigma,
-        tuple(manifest.copy_id for manifest in plan.manifests),
-        BaseIdentity(plan.base.address, str(plan.base.config_path.resolve()), fingerprint),
-        plan.pretrained.address if plan.pretrained else None,
-        writing.shared_sigma,
+        publication=publication,
+        sigma=writing.sigma,
+        copy_ids=tuple(manifest.copy_id for manifest in plan.manifests),
+        base=BaseIdentity(plan.base.address, str(plan.base.config_path.resolve()), fingerprint),
+        reference=plan.pretrained.address if plan.pretrained else None,
+        shared_sigma=writing.shared_sigma,
         recipients={str(copy): str(to) for copy, to in zip(plan.copies, plan.target.recipients, strict=False)},
     )
-    return reports, keys, noise
+    return reports, keys, noise_share
 
 
 def _share_of_permanent_noise(scan: BaseScan, publication: Publication, settled: Mapping[str, float] | None) -> float:
@@ -265,31 +263,26 @@ def _keep_keys(path: Path, transaction: Transaction) -> Path:
     return earlier
 
 
-def _is_registered(plan: PublishPlan) -> bool:
-    """Whether earlier publications decide on this one: its noise is the server's own, or has a budget."""
-    publication = plan.publication
-    return plan.existing_keys is None and (publication.derive_permanent_seed or publication.calibration is not None)
-
-
 def _enter(
-    plan: PublishPlan, scan: BaseScan, full_layout: Layout, full_names: Mapping[str, str],
-    entries: list[RegisterEntry], observer: Observer,
-) -> tuple[Publication, dict[str, float] | None]:  # fmt: skip
-    """Enter the publication in the server's register; it with the seed of its permanent noise, and σ of that for each
-    block. Raises MpuError if an earlier publication forbids it."""
-    publication, path = plan.publication, default_register_path()
-    scales = scan.scales()
+    plan: PublishPlan, scan: BaseScan, full_names: Mapping[str, str], entries: list[RegisterEntry], observer: Observer
+) -> tuple[Publication, dict[str, float] | None]:
+    """Enter the publication in the server's register and in ``entries``.
+
+    Returns it with the seed of its permanent noise, and that noise's σ by block, which an earlier publication may have
+    decided; None under --epsilon. Raises MpuError if an earlier publication forbids this one.
+    """
+    publication, path, full_layout = plan.publication, default_register_path(), plan.full_base.layout
+    scales = scan.scales()  # reads all blocks, which the content needs
     content = scan.content(plan.full_base, full_layout, full_names)
     sample = sample_of(plan.full_base.checkpoint, full_layout)
     entry = RegisterEntry(publication.run, publication.round, content, sample)
-    if publication.calibration:
-        calibrated = publication.calibration
-        sigma = calibrated.shared_sigma or calibrated.sigma * min(publication.scheme.scales)
-        entries.append(enter_calibrated(path, entry, sigma, calibrated.rounds, again=publication.again))
+    if calibration := publication.calibration:
+        sigma = calibration.shared_sigma or calibration.sigma * min(publication.scheme.scales)
+        entries.append(enter_calibrated(path, entry, sigma, calibration.rounds, again=publication.again))
         return publication, None
     server_secret(observer.note)  # before the entry: without it nothing is published
     requested = {block: publication.sigmas(scale.task, scale.weights)[1] for block, scale in scales.items()}
-    names = {block: full_layout.full_name(full_names[tensors[0].name]) for block, tensors in plan.layout.blocks.items()}
+    names = {block: full_layout.full_name(full_names[tensors[0].name]) for block, tensors in scan.layout.blocks.items()}
     requested_by_name = {names[block]: sigma for block, sigma in requested.items() if sigma}
     entry = enter_permanent(path, entry, requested_by_name, again=publication.again)
     entries.append(entry)
@@ -311,8 +304,8 @@ def _check_tokens(plan: PublishPlan) -> None:
         check_same_tokens(plan.base, folder, quoted_list(lost))
 
 
-def _check_differs(plan: PublishPlan, reports: Sequence[BlockReport]) -> None:
-    """Raise MpuError if the pretrained model is the base: noise of the scale of what fine-tuning changed is none."""
+def _check_pretrained_differs(plan: PublishPlan, reports: Sequence[BlockReport]) -> None:
+    """Raise MpuError if the pretrained model is the base: noise scaled to what fine-tuning changed would be zero."""
     publication = plan.publication
     scaled = publication.calibration is None and (publication.kappa or publication.shared_kappa)
     if plan.pretrained and scaled and all(report.rms == 0 for report in reports if report.copies):
@@ -322,7 +315,7 @@ def _check_differs(plan: PublishPlan, reports: Sequence[BlockReport]) -> None:
         )
 
 
-def _check_same(plan: PublishPlan, existing_keys: Keys, keys: Keys) -> None:
+def _check_same_publication(plan: PublishPlan, existing_keys: Keys, keys: Keys) -> None:
     """Raise MpuError unless a copy that was made now, with ``keys``, belongs with those made before."""
     if existing_keys.base.fingerprint != keys.base.fingerprint:
         raise MpuError(f"{plan.base.source}: is not the model whose copies {plan.target.keys} belongs to")
@@ -334,8 +327,9 @@ def _check_same(plan: PublishPlan, existing_keys: Keys, keys: Keys) -> None:
         )
 
 
-def _check_alias(base: Model, layout: Layout) -> None:
+def _check_alias(base: Model) -> None:
     """Raise MpuError if a stored head differs from the embedding it is tied to, as one of them would be lost."""
+    layout = base.layout
     if layout.alias is None:
         return
     embedding = next(t.name for t in layout.parameters if t.axes[0] == ("vocab",))

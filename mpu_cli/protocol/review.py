@@ -59,9 +59,9 @@ def estimate_attack_error(plan: PublishPlan, published: Published, draws: int = 
     """The estimate for all copies of a publication, from the singular values of what fine-tuning changed in some
     blocks; None if it changed nothing. Of layers that the copies lack an attack knows nothing. ``draws`` of permanent
     noise of one scale average to that over √draws. Reads those blocks and layers."""
-    base, layout, publication = plan.base, plan.layout, plan.publication
+    base, layout, publication = plan.base, plan.base.layout, plan.publication
     unseen = _squares_left_out(plan)
-    theirs = matching(base, layout, plan.pretrained) or {}
+    theirs = matching(base, plan.pretrained) or {}
     blocks = {report.block: report for report in published.blocks if report.copies and report.rms}
     layers = [name for name in blocks if layout.blocks[name][0].layer is not None]
     looked_at = (
@@ -105,7 +105,7 @@ def _squares_left_out(plan: PublishPlan) -> float:
     gone = {t.name for t in layout.parameters} - set(without_layers(layout, plan.publication.omitted).names)
     if not gone or plan.full_pretrained is None:
         return 0.0
-    public, total = matching(full_base, layout, plan.full_pretrained) or {}, 0.0
+    public, total = matching(full_base, plan.full_pretrained) or {}, 0.0
     for name in gone:
         for ours, theirs in zip(full_base.checkpoint.tensor(name), public[name], strict=True):  # a row each
             total += float((ours.double() - theirs.double()).square().sum())

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 # (docs/protection.md); then a step above 1 is right, and how far above is for records that must not suffer to say.
 
 MAX_STEP = 8.0  # times the update
-MOST_RESTORED = 1.5  # times an average; of changes that agree less, a longer one is mostly what sets them apart
 BISECTIONS = 5  # halvings of the interval in which the step lies, once it is known
 
 
@@ -52,18 +51,6 @@ class ServerStep:
     @property
     def curve(self) -> list[tuple[float, float]]:
         return sorted(self.losses.items())
-
-
-def restoring_step(squares: Sequence[float], square: float) -> float:
-    """The step by which an average of changes, whose squared norm is ``square``, is as long as they are, whose squared
-    norms are ``squares``: the root of mean‖u_k‖² / ‖ū‖², in hundredths, at least 1.
-
-    What noise, or the course of each training, added to each change is averaged out, and with it some of what made its
-    copy forget.
-    """
-    if len(squares) < 2 or not square > 0:
-        return 1.0
-    return round(min(max(1.0, math.sqrt(math.fsum(squares) / len(squares) / square)), MOST_RESTORED), 2)
 
 
 def settle_server_lr(
@@ -84,6 +71,7 @@ def settle_server_lr(
     read_records(options.probe)  # before the work
     with Transaction() as transaction:
         folder = transaction.scratch(beside.absolute().parent)
+        # One whole update in float32, to go along; --max-norm is for what is written in the end.
         write(folder, replace(options, server_lr=1.0, probe=None, dtype="float32", max_norm=None))
         step = choose_step(base, open_model(str(folder)), options, observer)
     return replace(options, server_lr=step.chosen, probe=None), step
@@ -101,7 +89,7 @@ def choose_step(base: Model, updated: Model, options: ServerRate, observer: Obse
     answers = read_answers(probe, tokenizer)
     go_to = steps_between(base, updated, model)
     losses = {0.0: answers.loss(model)}
-    observer.stage("step", 4 + BISECTIONS, "tried")
+    observer.stage("step", 4 + BISECTIONS, "tried")  # 1, 2, 4, 8 = MAX_STEP, and what is between
 
     def costs_too_much(step: float) -> bool:
         go_to(step)
@@ -116,7 +104,10 @@ def choose_step(base: Model, updated: Model, options: ServerRate, observer: Obse
             return ServerStep(least, max_rise, losses)
     for _ in range(BISECTIONS):
         middle = (least + most) / 2
-        least, most = (least, middle) if costs_too_much(middle) else (middle, most)
+        if costs_too_much(middle):
+            most = middle
+        else:
+            least = middle
     if least == 0:
         raise MpuError(
             f"--server-lr auto: a step of {most:g} raises the loss on {probe} by {losses[most] - losses[0.0]:.3g}",
@@ -195,9 +186,9 @@ class Aggregation:
     def warnings(self) -> list[str]:
         """What is probably wrong with the round, a sentence each; empty if nothing is. Of causes only the first one:
         the others follow from it."""
-        causes = [*self._causes()]
+        causes = list(self._causes())[:1]
         error = [self.error.warning] if self.error.warning and not causes else []
-        return [*causes[:1], *self._outliers(), *error, *self._losses()]
+        return [*causes, *self._outliers(), *error, *self._problems_of_update()]
 
     def check(self, trust_deltas: bool) -> None:
         """Raise MpuError, unless ``trust_deltas``, if the update is nothing but noise."""
@@ -227,7 +218,7 @@ class Aggregation:
         if len(self.outliers) > MAX_OUTLIERS_SHOWN:
             yield f"and {len(self.outliers) - MAX_OUTLIERS_SHOWN} more tensors"
 
-    def _losses(self) -> Iterator[str]:
+    def _problems_of_update(self) -> Iterator[str]:
         if self.planted > PLANTED:
             yield (
                 f"the update had some of the copies' own noise in it (z = {self.planted:.1f}), as if a copy had been "
@@ -240,7 +231,8 @@ class Aggregation:
 
 
 def agreement_of(owner: Owner, path: Path, gram: torch.Tensor) -> Aggregation:
-    """How an owner's copies agree, from the inner products of their undone deltas, float64 (m, m)."""
+    """How an owner's copies agree, from the inner products of their undone deltas, float64 (m, m). The caller fills in
+    what depends on the model that is written: ``rounding``, ``outliers``, ``step``, ``planted``, ``rate``."""
     keys, scheme = owner.keys, owner.keys.publication.scheme
     weights = scheme.weights
     norms = gram.diagonal().sqrt()
@@ -282,15 +274,13 @@ class Owner:
 class AggregatePlan:
     """What aggregating a round will read and write.
 
-    ``as_adapter``: write a peft adapter, not a model; ``trust_deltas``: aggregate what is known not to belong together;
-    ``force``: replace what exists.
+    ``trust_deltas``: aggregate what is known not to belong together; ``force``: replace what exists.
     """
 
     base: Model
     owners: tuple[Owner, ...]
     options: Aggregating
     out: Path
-    as_adapter: bool = False
     trust_deltas: bool = False
     force: bool = False
 
@@ -309,10 +299,7 @@ class AggregatePlan:
 
     def differences(self) -> list[str]:
         """A sentence for each way in which an owner's deltas say that their copies were trained differently."""
-        said: list[str] = []
-        for owner in self.owners:
-            said += differences(owner.trained_differently, owner.algorithms)
-        return said
+        return [text for owner in self.owners for text in differences(owner.trained_differently, owner.algorithms)]
 
     @property
     def nbytes(self) -> int:
@@ -328,14 +315,15 @@ def owners_of(paths: Sequence[Path], publications: Sequence[Keys]) -> list[Owner
     ids = [keys.copy_ids for keys in publications]
     if len(set(ids)) < len(ids):
         raise MpuError("--keys: the same publication is given twice", "give each key file once")
-    mine: list[list[Path]] = [[] for _ in publications]
+    paths_by_owner: list[list[Path]] = [[] for _ in publications]
     for path in delta_paths(paths):
         origin = delta_manifest(open_checkpoint(path, links=False).metadata, path).origin
         indices = [i for i, copy_ids in enumerate(ids) if origin and origin.copy_id in copy_ids]
         if not indices:
             raise MpuError(f"{path}: belongs to none of these publications", "give its keys, too, or leave it out")
-        mine[indices[0]].append(path)
-    return [Owner(keys, open_deltas(owner_paths, keys)) for keys, owner_paths in zip(publications, mine, strict=True)]
+        paths_by_owner[indices[0]].append(path)
+    owners = zip(publications, paths_by_owner, strict=True)
+    return [Owner(keys, open_deltas(owner_paths, keys)) for keys, owner_paths in owners]
 
 
 def plan_aggregate(
@@ -359,16 +347,22 @@ def plan_aggregate(
     options.check_step()
     for owner in owners:
         check_round(base, owner.deltas, owner.keys)
-    for owner in owners if not trust_deltas else ():
-        paths = {delta.copy: delta.path for delta in owner.deltas}
-        for earlier_copy, other, tag in owner.trained_differently:
-            if tag != VERSIONS:  # which may make no difference: what it makes shows in the estimate
-                raise MpuError(
-                    f"{paths[other]}: was trained with different {TAGS.get(tag, tag)} than {paths[earlier_copy]}, so "
-                    "the noise does not cancel",
-                    "ask for both to be trained alike, or use --trust-deltas",
-                )
-    return AggregatePlan(base, tuple(owners), options, out, as_adapter, trust_deltas, force)
+    if not trust_deltas:
+        for owner in owners:
+            _check_trained_alike(owner)
+    return AggregatePlan(base, tuple(owners), options, out, trust_deltas=trust_deltas, force=force)
+
+
+def _check_trained_alike(owner: Owner) -> None:
+    """Raise MpuError if the tags of an owner's deltas say that they were trained differently."""
+    paths = {delta.copy: delta.path for delta in owner.deltas}
+    for earlier_copy, other, tag in owner.trained_differently:
+        if tag != VERSIONS:  # which may make no difference: what it makes shows in the estimate
+            raise MpuError(
+                f"{paths[other]}: was trained with different {TAGS.get(tag, tag)} than {paths[earlier_copy]}, so the "
+                "noise does not cancel",
+                "ask for both to be trained alike, or use --trust-deltas",
+            )
 
 
 def _check_adapter(owners: Sequence[Owner], options: Aggregating) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -37,7 +37,7 @@ from mpu_cli.training.execution import Checkpoints, check_compiler, in_precision
 from mpu_cli.training.ledger import LedgerEntry
 from mpu_cli.training.losses import Objective, algorithm_named, objective_of
 from mpu_cli.training.optimizers import OPTIMIZERS
-from mpu_cli.training.private import Mechanism, Plan, check_objective, check_opacus, check_private, plan
+from mpu_cli.training.private import Plan, check_objective, check_opacus, check_private, plan
 from mpu_cli.training.rates import with_epochs, with_precision
 from mpu_cli.training.stopping import Until
 
@@ -60,25 +60,26 @@ def check_options(options: Unlearning) -> Objective:
     """The objective that ``options`` describe. Raises UsageError for options that do not go together or do not work
     here, and for a constant that the algorithm does not have."""
     objective = objective_of(options.algo, options.loss)
-    check_training(options.training, options.prompts.date)
-    if options.lora.lora_rank is None and options.lora != Lora():
+    training, lora, privacy = options.training, options.lora, options.privacy
+    is_private = privacy.dp_epsilon is not None
+    check_training(training, options.prompts.date)
+    if lora.lora_rank is None and lora != Lora():
         raise UsageError("--lora-alpha, --lora-targets and --quantize need --lora-rank")
-    if options.lora.quantize is not None:
-        if options.training.precision == "float64" or is_sharded():
+    if lora.quantize is not None:
+        if training.precision == "float64" or is_sharded():
             raise UsageError("--quantize does not work with --precision float64, or weights split over processes")
-        if options.training.compile:
+        if training.compile:
             raise UsageError("--quantize does not work with --compile")
         check_bitsandbytes()
-    if options.privacy.dp_epsilon is None and (options.privacy.dp_budget, options.privacy.dp_unit) != (None, None):
+    if not is_private and (privacy.dp_budget, privacy.dp_unit) != (None, None):
         raise UsageError("--dp-budget and --dp-unit need --dp-epsilon")
-    if options.privacy.dp_epsilon is not None and options.privacy.public_records:
+    if is_private and privacy.public_records:
         raise UsageError("--public-records does not work with --dp-epsilon", "public records need no noise")
-    if options.privacy.public_records:
-        _check_named(options.records, objective)
-    if options.privacy.dp_epsilon is not None:
-        check_units(options.records.reading, options.privacy.dp_unit)
+    if privacy.public_records:
+        _check_public_files(options.records, objective)
+    if is_private:
+        check_units(options.records.reading, privacy.dp_unit)
         check_objective(options.algo, objective)
-        training = options.training
         mixed = training.precision == "mixed"
         scheduled = training.warmup_steps or training.lr_scheduler != Training().lr_scheduler
         if scheduled or training.gradient_checkpointing or training.compile or mixed:
@@ -101,16 +102,19 @@ def in_float32_if_private(options: Unlearning, observer: Observer) -> Unlearning
     return replace(options, training=replace(options.training, precision="float32"))
 
 
-def _check_named(records: Records, objective: Objective) -> None:
+def _check_public_files(records: Records, objective: Objective) -> None:
     """Raise UsageError for --public-records on the files that private records have unless named otherwise: the default
     ones, and those that the environment names, however they are written."""
     defaults = Records()
     usual = [defaults.forget, defaults.retain, *(os.environ.get(variable, "") for variable in RECORD_VARIABLES)]
     private = {_resolved(name) for each in usual for name in each.splitlines()}
-    for named in (records.forget, *([records.retain] if objective.constants.alpha else [])):
-        if found := [name for name in named.splitlines() if _resolved(name) in private]:
+    names = records.forget.splitlines()
+    if objective.constants.alpha:  # else no retain records are read
+        names += records.retain.splitlines()
+    for name in names:
+        if _resolved(name) in private:
             raise UsageError(
-                f"--public-records: {found[0]} is where private records are expected: {defaults.forget}, "
+                f"--public-records: {name} is where private records are expected: {defaults.forget}, "
                 f"{defaults.retain}, and what {' and '.join(RECORD_VARIABLES)} name",
                 "name the public ones with --forget and --retain",
             )
@@ -207,7 +211,7 @@ def check_finite(model: PreTrainedModel, copy: Model) -> None:
 # What identifies a training: to the client's ledger, to the server as a tag, to the checkpoints that it resumes.
 
 
-def deciding(options: Unlearning) -> dict[str, object]:
+def decisive_options(options: Unlearning) -> dict[str, object]:
     """The options that decide what is trained, however they were spelled: defaults resolved, groups that are off left
     out, and without records, which count by their contents."""
     values = flat(replace(options, epochs=epochs_of(options)))
@@ -222,16 +226,17 @@ def deciding(options: Unlearning) -> dict[str, object]:
     return {name: value for name, value in values.items() if declarations[name].affects_result and name not in left_out}
 
 
-def entry_of(job: TrainingJob, weights: str, mechanism: Mechanism | None) -> LedgerEntry:
-    """What the ledger keeps of a training on a copy whose fingerprint is ``weights``."""
+def entry_of(job: TrainingJob, loaded: LoadedCopy) -> LedgerEntry:
+    """What the ledger keeps of a training."""
     surroundings, records = surroundings_of(job.copy), records_digest(job.data)
-    options, manifest = job.options, job.manifest
-    training = _digest([surroundings, records, deciding(options), job.until and job.until.facts()])
-    origin = (manifest.run, manifest.round, manifest.copy) if manifest else ("", 0, 0)
+    options, weights = job.options, loaded.fingerprint
+    training = _digest([surroundings, records, decisive_options(options), job.until and job.until.facts()])
+    run, round_, copy = (job.manifest.run, job.manifest.round, job.manifest.copy) if job.manifest else ("", 0, 0)
     return LedgerEntry(
-        _digest([weights, training]), *origin, weights, options.algo, len(contents(job.data)), mechanism=mechanism,
-        data=records, surroundings=surroundings, public=options.privacy.public_records, unit=options.privacy.dp_unit,
-        training=training,
+        identity=_digest([weights, training]), run=run, round=round_, copy=copy, weights=weights,
+        algorithm=options.algo, records=len(contents(job.data)),
+        mechanism=loaded.private.mechanism if loaded.private else None, data=records, surroundings=surroundings,
+        public=options.privacy.public_records, unit=options.privacy.dp_unit, training=training,
     )  # fmt: skip
 
 
@@ -248,19 +253,19 @@ def surroundings_of(copy: Model) -> str:
     return _digest([copy.config, small])
 
 
-def weights_of(copy: Model) -> str:
-    """The fingerprint of a copy's weights."""
+def fingerprint_of(copy: Model) -> str:
+    """The fingerprint of a copy's weights, in hexadecimal. Reads all of them."""
     with worker_pool() as pool:
         return fingerprint(copy.checkpoint, pool)
 
 
-def digest_of_training(job: TrainingJob, weights: str) -> str:
+def digest_of_training(job: TrainingJob, loaded: LoadedCopy) -> str:
     """SHA-256 of everything that decides what a training does, in hexadecimal: only the same one may be resumed."""
-    decided = deciding(job.options) | {"reference_file": job.reference_file is not None}
+    decided = decisive_options(job.options) | {"reference_file": job.reference_file is not None}
     decided["micro_batch_size"] = job.options.training.micro_batch_size  # the Trainer counts them in its checkpoints
     until = job.until
     return _digest(
-        [decided, weights, job.copy.checkpoint.metadata, records_digest(job.data), surroundings_of(job.copy),
+        [decided, loaded.fingerprint, job.copy.checkpoint.metadata, records_digest(job.data), surroundings_of(job.copy),
          until and [until.facts(), until.course and asdict(until.course)]]
     )  # fmt: skip
 
@@ -281,10 +286,11 @@ def check_same_training(checkpoints: Checkpoints) -> None:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """One training on a copy, before anything is loaded: what it is of, what was asked for, who takes part.
+    """One training on ``copy``, before anything is loaded.
 
-    ``options`` have the seed of the copy's round; ``read_reference``: whether the reference file exists and is read;
-    ``until``: until when to train, None for a number of epochs.
+    ``options`` have the seed of the copy's round; ``target``: the delta to write; ``read_reference``: whether the
+    reference file exists and is read; ``secret``: gives the client's; ``until``: when to stop, None for a number of
+    epochs; ``processes``: those that train together.
     """
 
     copy: Model
@@ -352,14 +358,15 @@ def prepare_job(
     load_once_per_host()
     processes = _join_processes(options)
     manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
-    options = _of_round(options, manifest)
+    options = _with_seed_of_round(options, manifest)
     for warning in misfits(manifest, options):
         observer.warn(warning)
     read_reference = reference_file is not None and check_reference_file(reference_file, manifest, options, objective)
     processes.wait_for_everyone()  # all look for the reference file before the first one writes it
     return TrainingJob(
-        copy, manifest, data, options, objective, target, logging, reference_file, read_reference, secret, ledger,
-        checks, until, observer, processes,
+        copy=copy, manifest=manifest, data=data, options=options, objective=objective, target=target, logging=logging,
+        reference_file=reference_file, read_reference=read_reference, secret=secret, ledger=ledger, checks=checks,
+        until=until, observer=observer, processes=processes,
     )  # fmt: skip
 
 
@@ -379,18 +386,13 @@ def load_copy(job: TrainingJob, transaction: Transaction) -> LoadedCopy:
     check_suits(model, tokenizer, job.data, options, job.objective)
     if options.prompts.template is None and not tokenizer.chat_template:
         job.observer.note("the copy's tokenizer has no chat template: records are read as 'Question: … Answer: …'")
-    private = _privately(change.trainable_names(model), job.data, options, job.objective)
-    fingerprint = weights_of(copy) if job.is_main_process and (job.ledger or job.logging.resume) else ""
+    private = None
+    if options.privacy.dp_epsilon is not None:
+        check_opacus()
+        check_private(change.trainable_names(model))
+        private = plan_privately(job.data, options, job.objective)
+    fingerprint = fingerprint_of(copy) if job.is_main_process and (job.ledger or job.logging.resume) else ""
     return LoadedCopy(model, tokenizer, change, specs, output, fingerprint, private)
-
-
-def _privately(trained: Iterable[str], data: Dataset, options: Unlearning, objective: Objective) -> Plan | None:
-    """How DP-SGD trains the parameters of these names on ``data``; None if it was not asked for."""
-    if options.privacy.dp_epsilon is None:
-        return None
-    check_opacus()
-    check_private(trained)
-    return plan_privately(data, options, objective)
 
 
 def plan_privately(data: Dataset, options: Unlearning, objective: Objective) -> Plan:
@@ -415,9 +417,9 @@ def _join_processes(options: Unlearning) -> PartialState:
     return state
 
 
-def _of_round(options: Unlearning, manifest: CopyManifest | None) -> Unlearning:
-    """``options`` with a seed of the copy's round, so that each has another order of the records; the same for all its
-    copies."""
+def _with_seed_of_round(options: Unlearning, manifest: CopyManifest | None) -> Unlearning:
+    """``options`` with a seed of the copy's round: each round has its own order of the records, all copies of it the
+    same."""
     if manifest is None:
         return options
     seed = (options.training.seed + manifest.round - 1) % 2**32

@@ -145,10 +145,11 @@ class MicroBatches(Dataset):
             yield self._batch(step, chosen[start : start + most])
 
     def _at(self, index: int) -> tuple[dict[str, list[int]], list[tuple[str, int]]]:
-        """The terms of a micro-batch with the examples of its whole step, by number, and its own: term and number."""
+        """The numbers of the examples of a micro-batch's whole step, by term, and its own examples: term and number."""
         step_and_pass, part = divmod(index, self._parts)
-        step, number = divmod(step_and_pass, len(self._passes))
-        of_step = {term: getattr(self._steps[step], term) for term in self._passes[number]}  # a field for each term
+        step, pass_index = divmod(step_and_pass, len(self._passes))
+        # TrainingStep has a field for each term.
+        of_step = {term: getattr(self._steps[step], term) for term in self._passes[pass_index]}
         chosen = [(term, number) for term, numbers in of_step.items() for number in numbers]
         if self._parts > 1:
             chosen.sort(key=self._length)
@@ -177,7 +178,7 @@ class MicroBatches(Dataset):
                 sets[name] = {
                     "rows": len(examples),
                     "tokens": 0 if is_filler else sum(map(answer_tokens, examples)),
-                    "weights": torch.ones(len(examples)) * (not is_filler),
+                    "weights": torch.full((len(examples),), 0.0 if is_filler else 1.0),
                     "step_tokens": sum(answer_tokens(data.examples[i]) for i in numbers),
                     "step_examples": len(numbers),
                     **data.reference.collect(mine, like=numbers[:1]),
@@ -204,7 +205,7 @@ def the_one_item(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 class UnlearningTrainer(Trainer):
     """Trains through ``MicroBatches``, and reports each step. In one process, a micro-batch that memory does not
-    suffice for is split, and its step begun again."""
+    suffice for is split, and its step begun again. ``head`` and ``own_head``: as ``forward`` takes them."""
 
     loss_is_scaled_for_ga = True  # every part is normalised by its whole step
 
@@ -259,8 +260,7 @@ class UnlearningTrainer(Trainer):
         self, model: torch.nn.Module, number: int, inputs: dict[str, Any] | None, items: torch.Tensor | int | None
     ) -> torch.Tensor:
         """The gradient of a micro-batch, whole or in pieces that memory suffices for, added to what is there."""
-        whole = self._record_limit is None
-        pieces = [inputs] if whole else self.train_dataset.pieces(number, self._record_limit)
+        pieces = [inputs] if self._record_limit is None else self.train_dataset.pieces(number, self._record_limit)
         losses = []
         for piece in pieces:
             losses.append(super().training_step(model, piece, items))
@@ -346,11 +346,13 @@ class UnlearningTrainer(Trainer):
             self._sums[name] = self._sums[name] + value.detach() if name in self._sums else value.detach()
 
     def _report(self) -> None:
-        names = [f"{term}{end}" for term in self._references if term in SETS_OF_TERM for end in ("_term", "")]
+        names = ["loss"]
+        for term in SETS_OF_TERM:
+            if term in self._references:
+                names += [f"{term}_term", term]
         zero = torch.zeros_like(self._sums["loss"])  # of a set that this process had no records of
-        values = [self._sums.get(name, zero) for name in ("loss", *names)]
-        of_all = self.accelerator.reduce(torch.stack(values), "sum")
-        sums = dict(zip(("loss", *names), of_all.tolist(), strict=True))  # at once: a GPU is waited for each time
+        of_all = self.accelerator.reduce(torch.stack([self._sums.get(name, zero) for name in names]), "sum")
+        sums = dict(zip(names, of_all.tolist(), strict=True))  # at once: a GPU is waited for each time
         self._sums, self._done_in_step, self._last_sums = {}, [], sums
         retain_term, retain = sums.get("retain_term"), sums.get("retain")
         if retain_term is not None and self._objective.constants.dual_rate:
@@ -392,13 +394,13 @@ def drop_repeated_steps(log: Path, name: str, done: int) -> None:
     try:
         lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
         entries = [json.loads(line) for line in lines]
-        kept = len(lines)
-        while kept and entries[kept - 1].get("training") == name and int(entries[kept - 1]["step"]) > done:
-            kept -= 1
+        end = len(lines)
+        while end and entries[end - 1].get("training") == name and int(entries[end - 1]["step"]) > done:
+            end -= 1
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return  # not there yet, or not a log of ours
-    if kept < len(lines):
-        write_atomically(log, "".join(lines[:kept]))
+    if end < len(lines):
+        write_atomically(log, "".join(lines[:end]))
 
 
 @contextmanager
@@ -471,17 +473,18 @@ def train(
 ) -> torch.nn.Module:
     """Train ``model`` in place, on the device it is on, through ``steps``; returns it as it was wrapped for that.
 
-    ``on_step`` is called with the losses of each step and the number of steps;
-    ``warn``, with a sentence, when memory or the disk does not suffice and it goes on otherwise. With a
-    place for ``checkpoints``, keeps some there and resumes from the latest. ``watching`` may end the training early.
+    ``on_step`` is called with the losses of each step and the number of steps; ``warn``, with a sentence, when memory
+    or the disk does not suffice and the training adapts. With ``checkpoints``, keeps some and resumes from the latest.
+    ``watching`` may end the training early. Raises OutOfMemoryError if memory does not suffice for one record.
     """
     if logging.report_to == "tensorboard":  # otherwise it is deleted with the scratch folder
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", "runs")
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # --precision decides, not the environment
     with ExitStack() as stack:
-        folder = (
-            checkpoints.folder if checkpoints else Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpu-")))
-        )
+        if checkpoints:
+            folder = checkpoints.folder
+        else:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mpu-")))
         main_process = PartialState().is_main_process
         terms = [name for name in SETS_OF_TERM if name in sets]
         passes = objective.passes(terms)
@@ -495,10 +498,11 @@ def train(
                 return nullcontext(), as_wide_as(model.dtype)
 
             model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
-        stack.enter_context(compiled_layers(model) if training.compile else nullcontext())
+        if training.compile:
+            stack.enter_context(compiled_layers(model))
         per_process = -(-training.batch_size // arguments.world_size)
-        largest = max(map(objective.records, passes)) * per_process
-        accumulation = -(-largest // records_at_once(training, model.device, largest))
+        records = max(map(objective.records, passes)) * per_process  # of a step's largest pass, in one process
+        accumulation = -(-records // records_at_once(training, model.device, records))
         arguments.gradient_accumulation_steps = accumulation * len(passes)
         resume_from = from_first(checkpoints.last) if checkpoints else None
         done = step_of(resume_from) if resume_from else 0
@@ -508,7 +512,7 @@ def train(
         log = stack.enter_context(logging.log.open("ab", buffering=0)) if logging.log and main_process else None
         record = _StepLog(log, checkpoints.name if checkpoints else None, done, len(steps), on_step, warn)
         own_head = model.get_output_embeddings()
-        head = whole_head(model) if sharded else separate_head(model)
+        head = whole_head(model) if sharded else separate_head(model)  # a whole copy if the weights are split
         trainer = UnlearningTrainer(
             model=model,
             args=arguments,

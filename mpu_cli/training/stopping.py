@@ -28,13 +28,12 @@ from mpu_cli.records.knowledge import error_of_share_left, share_kept, share_lef
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.ledger import Course
 
-# Noise that a client puts on the weights while it trains them, and that is not in its delta.
+# Noise that a client puts on the weights while it trains them, and that is not in its delta (``--training-noise``).
 #
-# Unlearning by gradient steps alone takes what is kept with it: the steps that make an answer improbable are found at
-# one point, and there they also break what lies near. A change that does its work with noise on all weights is one
-# that does not hang on their exact values; without the noise it forgets less than it seemed to, and keeps nearly all.
-# A copy with permanent noise brings that along. On a copy without it, whose scores are those of the server's model,
-# the client may add its own (``--training-noise``), and looks at what the change does without it.
+# Gradient steps that make an answer improbable also damage what is near it. A change that works with noise on all
+# weights does not depend on their exact values: without the noise it forgets less than it seemed to, and keeps nearly
+# all. A copy with permanent noise brings that along. On one without, whose scores are those of the server's model, the
+# client may add its own, and scores what the change does without it.
 
 
 class TrainingNoise:
@@ -75,9 +74,8 @@ QUIET_SHARE = 0.2  # of what may be left, as much as a quiet copy may have: the 
 EVERY = 10  # steps between looks, each of which takes as long as one to three steps
 MIN_KEPT_RISE = 0.01  # of what is kept, in PLATEAU_LOOKS looks, below which it is said not to rise any more
 PLATEAU_LOOKS = {True: 5, False: 2}  # by whether the scores are the server's model's, which may still reach the goal
-TARGET_SHARE = (
-    0.8  # of what `check` lets be left, and of twice that for the end of the interval, which more would endanger
-)
+# Of what `check` lets be left, and of twice that for the end of the interval, which more would endanger.
+TARGET_SHARE = 0.8
 LEVEL_MARGIN = 1.0  # nats above the level, on average over records, from which the loss hardly pulls any more
 STEPS, PASSES = 180, 20  # where no limit is given: so many steps, or passes over the records to forget if they are more
 
@@ -196,8 +194,8 @@ class Scorer:
     def cost_of_noise(self, model: PreTrainedModel, share: float, seed: int) -> float:
         """By how many nats a token noise of ``share``, as a copy has, makes the answers to forget less probable; QUIET
         where the copy's own weights are not trained."""
-        before = _trained(model, torch.device("cpu"))
-        if any("lora_" in name for name in before):  # which are no weights of the copy
+        before = _copy_weights(model, torch.device("cpu"))
+        if any("lora_" in name for name in before):  # factors are not weights of the copy
             return QUIET
         _set_weights(model, before, TrainingNoise(before, seed, share).start)
         noisy = self._probabilities(model)["forget"]
@@ -249,29 +247,32 @@ class Watching(TrainerCallback):
     ):
         self._scorer, self._goal, self._course, self._observer = scorer, until.goal, until.course, observer
         self.is_faithful = noise <= FAITHFUL_NOISE
-        self._cost = 0.0 if self.is_faithful else scorer.cost_of_noise(model, noise, seed)
+        cost = 0.0 if self.is_faithful else scorer.cost_of_noise(model, noise, seed)
+        self._is_quiet = not self.is_faithful and cost < QUIET
+        self._is_loud = not self.is_faithful and cost >= LOUD
         self.looks: list[Look] = []
         self._place = _place_for_copies(model)
-        # Here, and not when the training begins: one that resumes begins with the weights of a checkpoint.
-        is_scaled = self.is_faithful or not QUIET <= self._cost < LOUD or (until.course and until.course.scale != 1)
-        self._initial = _trained(model, self._place) if is_scaled else {}
+        # Without the first weights, no other share of the change can be returned than all of it. Kept here, and not
+        # when the training begins: one that resumes begins with the weights of a checkpoint.
+        is_scaled = self.is_faithful or self._is_quiet or self._is_loud or (until.course and until.course.scale != 1)
+        self._initial = _copy_weights(model, self._place) if is_scaled else {}
         self._noise = TrainingNoise(self._initial, seed, training_noise if self.is_faithful else 0.0)
         self._best: tuple[Look, float, dict[str, torch.Tensor]] | None = None  # with the share of the change
         if training_noise and not self.is_faithful:
             observer.warn("the copy has permanent noise, so --training-noise adds none")
         if self._noise.share:
             _set_weights(model, self._initial, self._noise.start)
-        calls_for = scorer.level_at(max(noise, self._noise.share))
-        scorer.level = self._course.level if self._course else level or calls_for
+        suitable_level = scorer.level_at(max(noise, self._noise.share))
+        self.level = scorer.level = self._course.level if self._course else level or suitable_level
 
     def on_step_end(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **values: Any) -> None:
         last = state.global_step >= state.max_steps
         if self._course or not (last or state.global_step % EVERY == 0):
             return
         model = values["model"]
-        noisy = _trained(model, self._place) if self._noise.share else {}  # a copy of the model, only if it is needed
+        noisy = _copy_weights(model, self._place) if self._noise.share else {}
         self._take_noise_off(model, noisy)
-        weights = _trained(model, self._place)
+        weights = _copy_weights(model, self._place)
         look, scale = self._scorer.look(model, state.global_step), 1.0
         if self.is_faithful:
             look, scale = self._scaled_back(model, weights, look)
@@ -281,11 +282,7 @@ class Watching(TrainerCallback):
             self._best = look, scale, weights
         if self._is_done():
             control.should_training_stop = True
-        _set_weights(model, weights, (noisy or weights).__getitem__)
-
-    @property
-    def level(self) -> float:
-        return self._scorer.level
+        _set_weights(model, weights, (noisy or weights).__getitem__)  # as they were before the look
 
     def finish(self, model: PreTrainedModel, steps: int) -> tuple[Look, Course]:
         """Put the weights of the best look back into ``model``, or as much of the change as the round's first copy
@@ -296,24 +293,24 @@ class Watching(TrainerCallback):
         """
         if self._course or self._best is None:
             if self._noise.share:
-                self._take_noise_off(model, _trained(model, self._place))
+                self._take_noise_off(model, _copy_weights(model, self._place))
             scale = self._course.scale if self._course else 1.0
-            self._put(model, _trained(model, self._place), scale)
+            self._set_share(model, _copy_weights(model, self._place), scale)
             look = self._scorer.look(model, steps)
             return look, Course(look.step, self.level, scale)
         look, scale, weights = self._best
-        if not self.is_faithful and self._cost < QUIET:
+        if self._is_quiet:
             look, scale = self._scaled_back(model, weights, look)
-        elif not self.is_faithful and self._cost >= LOUD:
+        elif self._is_loud:
             scale = LOUD_SCALE
-            self._put(model, weights, scale)
+            self._set_share(model, weights, scale)
             look = self._scorer.look(model, look.step)
         if self._noise.share and not self._is_enough(look):
-            self._put(model, weights, LARGEST_SCALE)
+            self._set_share(model, weights, LARGEST_SCALE)
             more = self._scorer.look(model, look.step)
             if self._is_forgotten(more):
                 look, scale = self._scaled_back(model, weights, more, 1.0, LARGEST_SCALE)
-        self._put(model, weights, scale)
+        self._set_share(model, weights, scale)
         return look, Course(look.step, self.level, scale)
 
     def _scaled_back(
@@ -333,11 +330,12 @@ class Watching(TrainerCallback):
         """
         if not self._is_forgotten(look):
             return look, high
+        suffices = self._is_enough if self.is_faithful else self._is_well_forgotten
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            self._put(model, weights, middle)
+            self._set_share(model, weights, middle)
             tried = self._scorer.look(model, look.step)
-            if self._is_enough(tried) if self.is_faithful else self._is_well_forgotten(tried):
+            if suffices(tried):
                 look, high = tried, middle
             else:
                 low = middle
@@ -347,22 +345,24 @@ class Watching(TrainerCallback):
         """Give ``model`` the weights before the training plus what made ``noisy`` of them with the noise."""
         _set_weights(model, noisy, lambda name: self._initial[name] + (noisy[name] - self._noise.start(name)))
 
-    def _put(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor], scale: float) -> None:
-        """``scale`` of the way from the weights before the training to ``weights``; all where none are kept."""
+    def _set_share(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor], scale: float) -> None:
+        """Give ``model`` the first weights plus ``scale`` times the change to ``weights``; ``weights`` as they are if
+        the first ones were not kept."""
         before = self._initial or weights
         _set_weights(model, weights, lambda name: torch.lerp(before[name], weights[name], scale))
 
     def _rank(self, look: Look) -> tuple[bool, float]:
         """Higher is better: first what is forgotten, and then what is kept."""
         kept = 1.0 if look.kept is None else min(1.0, look.kept)
-        forgotten = self._is_enough(look)
-        return forgotten, kept if forgotten else kept - max(0.0, look.left)
+        if self._is_enough(look):
+            return True, kept
+        return False, kept - max(0.0, look.left)
 
     def _is_forgotten(self, look: Look) -> bool:
-        """Whether half of what may be left is left, and the records are too many for that to be chance; on a noisy
-        copy, also whether the loss hardly pulls any more."""
-        share = look.left <= self._goal.max_left / 2 and look.left_high <= self._goal.max_left
-        return share and (self.is_faithful or look.above <= LEVEL_MARGIN)
+        """Whether at most half of what may be left is left, on too many records for that to be chance; on a noisy copy,
+        also whether the loss hardly pulls any more."""
+        little_left = look.left <= self._goal.max_left / 2 and look.left_high <= self._goal.max_left
+        return little_left and (self.is_faithful or look.above <= LEVEL_MARGIN)
 
     def _is_well_forgotten(self, look: Look) -> bool:
         """Whether so little is left on a quiet copy that the server's model has forgotten, too."""
@@ -372,13 +372,16 @@ class Watching(TrainerCallback):
     def _is_enough(self, look: Look) -> bool:
         """Whether no more of the change needs to be returned: it is forgotten, or what is left is further below its
         limit than what is kept is above its own, as shares of what the limits allow."""
-        if self._is_forgotten(look) or look.kept is None or not self.is_faithful:
-            return self._is_forgotten(look)
+        if self._is_forgotten(look):
+            return True
+        if look.kept is None or not self.is_faithful:
+            return False
         goal = self._goal
-        below = goal.max_left - max(0.0, look.left)
-        above = look.kept - goal.min_kept
+        left_margin = goal.max_left - max(0.0, look.left)
+        kept_margin = look.kept - goal.min_kept
         near = look.left <= TARGET_SHARE * goal.max_left and look.left_high <= 2 * TARGET_SHARE * goal.max_left
-        return near and below * (1 - goal.min_kept) >= above * goal.max_left
+        # left_margin / max_left >= kept_margin / (1 - min_kept), multiplied out, as either denominator may be 0
+        return near and left_margin * (1 - goal.min_kept) >= kept_margin * goal.max_left
 
     def _is_done(self) -> bool:
         """Whether the last look is halfway within the goal, or what is kept no longer rises.
@@ -391,7 +394,7 @@ class Watching(TrainerCallback):
         if look.kept is None or look.kept >= (1 + self._goal.min_kept) / 2:
             return True
         plateau = PLATEAU_LOOKS[self.is_faithful]
-        earlier = [one.kept for one in self.looks[-1 - plateau : -1] if one.kept is not None]
+        earlier = [each.kept for each in self.looks[-1 - plateau : -1] if each.kept is not None]
         return len(earlier) == plateau and max(*earlier, look.kept) - min(*earlier, look.kept) <= MIN_KEPT_RISE
 
 
@@ -407,8 +410,8 @@ def _place_for_copies(model: torch.nn.Module) -> torch.device:
     return device
 
 
-def _trained(model: torch.nn.Module, place: torch.device) -> dict[str, torch.Tensor]:
-    """A copy of the weights that are trained."""
+def _copy_weights(model: torch.nn.Module, place: torch.device) -> dict[str, torch.Tensor]:
+    """A copy of the weights that are trained, by name, on ``place``."""
     return {name: p.detach().to(place, copy=True) for name, p in model.named_parameters() if p.requires_grad}
 
 

@@ -37,7 +37,7 @@ from mpu_cli.training.job import (
     LoadedCopy,
     TrainingJob,
     check_same_training,
-    deciding,
+    decisive_options,
     digest_of_training,
     entry_of,
     epochs_of,
@@ -168,7 +168,7 @@ def measure(model: PreTrainedModel, sets: Mapping[str, ExampleSet], options: Unl
     return measured
 
 
-ADVICE = (
+ADVICE = (  # if memory runs out
     "lower --micro-batch-size, or use --gradient-checkpointing, --precision bfloat16, --optim adamw-blockwise or "
     "--lora-rank"
 )
@@ -232,7 +232,7 @@ def unlearn(
         registration = _register(job, loaded)  # before any record meets the model: what fails on one tells about it
         records = _read_records(job, loaded)
         job = _follow_round(job, registration)
-        steps, training = _plan_steps(job, loaded, records)
+        steps, training = _plan_steps(job, loaded, records)  # the job's options keep --lr auto, as they identify it
         checkpoints, steps_done = _open_checkpoints(job, loaded, len(steps))
         to_train = loaded.change.wrap(loaded.model)
         observer.stage("measure", 1, "done")
@@ -251,7 +251,7 @@ def unlearn(
                 to_train, steps, records.sets, job.objective, training, logging=logging, checkpoints=checkpoints,
                 on_step=progress, warn=observer.warn, watching=watching,
             )  # fmt: skip
-        course, outcome = _settle(job, watching, trained, registration, steps_done + len(progress.losses))
+        scores, course = _finish(job, watching, trained, registration, steps_done + len(progress.losses))
         observer.stage("measure again", 1, "done")
         after = measure(trained, records.sets, job.options) if job.is_alone else None
         # Under DP a delta leaves whatever one record does to the loss: its absence would tell.
@@ -262,8 +262,9 @@ def unlearn(
     if checkpoints and job.is_main_process:
         shutil.rmtree(checkpoints.folder)
     return UnlearningResult(
-        target, progress.losses, norm, job.is_main_process, spent, before, after, rounding, len(registration.earlier),
-        float(training.lr), steps_done, outcome, course,
+        path=target, steps=progress.losses, norm=norm, is_main_process=job.is_main_process, spent=spent, before=before,
+        after=after, rounding=rounding, earlier=len(registration.earlier), rate=float(training.lr),
+        resumed_after=steps_done, scores=scores, course=course,
     )  # fmt: skip
 
 
@@ -271,7 +272,7 @@ def _register(job: TrainingJob, loaded: LoadedCopy) -> Registration:
     """Write the training down in the ledger, if there is one; without it, no training has a budget."""
     if not job.is_main_process or not job.ledger:
         return Registration()
-    entry = entry_of(job, loaded.fingerprint, loaded.private.mechanism if loaded.private else None)
+    entry = entry_of(job, loaded)
     privacy = job.options.privacy
     try:
         earlier = write_down(
@@ -292,20 +293,20 @@ def _read_records(job: TrainingJob, loaded: LoadedCopy) -> PreparedRecords:
     encoded, record_numbers = encoded_sets(model, tokenizer, data, options, job.objective, job.observer)
     examples = [example for set_examples, _ in encoded.values() for example in set_examples]
     signs = _signs(job, loaded, examples)
-    # No single record decides whether a file of references is that of these records, of tokens that are made alike.
-    printed = json.dumps([records_digest(data), flat(options.prompts)], default=str)
+    # Of the records and of what prints them, not of their tokens, which the copy's tokenizer makes: see records_digest.
+    texts = json.dumps([records_digest(data), flat(options.prompts)], default=str)
     origin = job.manifest
-    asked = {
+    facts = {
         "run": origin.run if origin else None,
         "copy": origin.copy if origin else None,
-        "records": hashlib.sha256(printed.encode()).hexdigest(),
+        "records": hashlib.sha256(texts.encode()).hexdigest(),
         "surroundings": surroundings_of(job.copy),
     }
     if not job.read_reference or (origin and origin.round == 1):  # later rounds have other copies
-        asked["copy_id"] = origin.copy_id if origin else None
+        facts["copy_id"] = origin.copy_id if origin else None
     sets = example_sets(
         model, encoded, options, job.objective, job.observer,
-        file=job.reference_file, read=job.read_reference, facts=asked,
+        file=job.reference_file, read=job.read_reference, facts=facts,
     )  # fmt: skip
     return PreparedRecords(sets, record_numbers, signs)
 
@@ -314,15 +315,13 @@ def _follow_round(job: TrainingJob, registration: Registration) -> TrainingJob:
     """``job`` with the course of the first copy of its round, if the ledger has one."""
     if job.until is None or job.until.course or not registration.entry:
         return job
-    found = course_of_round(registration.entry, registration.earlier)
-    return replace(job, until=replace(job.until, course=found)) if found else job
+    course = course_of_round(registration.entry, registration.earlier)
+    return replace(job, until=replace(job.until, course=course)) if course else job
 
 
 def _with_level(job: TrainingJob, before: Measured | None) -> TrainingJob:
-    """``job`` with a level of its loss that pulls, for a number of epochs, where the copy does not know the records.
-
-    Not under DP, where the level would tell of them.
-    """
+    """``job``, if it trains for a number of epochs, with a level of its loss that pulls even where the copy does not
+    know the records (``pulling_level``). Not under DP, where the level would leak what it knows."""
     has_level = "level" in job.objective.algorithm.constant_names and job.options.loss.level is None
     if job.until or not (has_level and before) or job.options.privacy.dp_epsilon is not None:
         return job
@@ -339,9 +338,12 @@ def _watch(
     """
     if job.until is None:
         return None, job
-    at_once = scored_at_once(job.options.training, to_train.device)
+    at_once, public = scored_at_once(job.options.training, to_train.device), None
     examples = {name: each.examples for name, each in records.sets.items()}
-    scorer = Scorer(to_train, examples, at_once, _under_public_model(job, records, at_once))
+    if job.public is not None:
+        job.observer.stage("score the public model", 1, "done")
+        public = probabilities_under(job.public, examples["forget"], at_once, job.options.training.device)
+    scorer = Scorer(to_train, examples, at_once, public)
     noise = job.manifest.noise if job.manifest else 0.0
     watching = Watching(
         to_train, scorer, job.until, noise, level=job.options.loss.level,
@@ -356,14 +358,6 @@ def _watch(
     return watching, replace(job, objective=replace(job.objective, constants=constants))
 
 
-def _under_public_model(job: TrainingJob, records: PreparedRecords, at_once: int) -> list[float] | None:
-    """How probable the answers to forget are under the public model, record by record."""
-    if job.public is None:
-        return None
-    job.observer.stage("score the public model", 1, "done")
-    return probabilities_under(job.public, records.sets["forget"].examples, at_once, job.options.training.device)
-
-
 def probabilities_under(public: str, examples: Sequence[Example], at_once: int, device: str) -> list[float]:
     """How probable the model at ``public`` makes the answers, record by record. Raises MpuError if it lacks tokens."""
     model, _ = load(open_model(public), torch.float32, device)
@@ -372,11 +366,11 @@ def probabilities_under(public: str, examples: Sequence[Example], at_once: int, 
     return [math.exp(-loss) for loss in Answers(examples, at_once).losses(model)]
 
 
-def _settle(
+def _finish(
     job: TrainingJob, watching: Watching | None, trained: torch.nn.Module, registration: Registration, steps: int
-) -> tuple[Course | None, Look | None]:
-    """Go back to the best weights; the course of the training, which the other copies of its round follow, and the
-    scores at its end. None of both for a training of a number of epochs."""
+) -> tuple[Look | None, Course | None]:
+    """Go back to the best weights and write down the training's course, which the other copies of its round follow; the
+    scores of those weights, and the course. None for both after a number of epochs."""
     if job.until is None or watching is None:
         return None, None
     look, course = watching.finish(trained, steps)
@@ -385,7 +379,7 @@ def _settle(
             write_course(job.ledger, registration.entry.identity, course)
         except OSError as error:
             job.observer.warn(f"{job.ledger}: {error.strerror}; train all copies in one call, for as many steps each")
-    return course, look
+    return look, course
 
 
 def _tags(job: TrainingJob, loaded: LoadedCopy, course: Course | None) -> dict[str, str] | None:
@@ -395,7 +389,8 @@ def _tags(job: TrainingJob, loaded: LoadedCopy, course: Course | None) -> dict[s
     if not (job.is_main_process and job.secret and job.manifest and loaded.private is None):
         return None
     manifest = job.manifest
-    decided = deciding(job.options) | {"reference_file": job.reference_file is not None and manifest.round > 1}
+    decided = decisive_options(job.options)
+    decided |= {"reference_file": job.reference_file is not None and manifest.round > 1}
     if course:
         decided |= asdict(course)
     versions = {name: version(name) for name in ("torch", "transformers")}
@@ -411,18 +406,20 @@ def _tags(job: TrainingJob, loaded: LoadedCopy, course: Course | None) -> dict[s
 
 def _plan_steps(job: TrainingJob, loaded: LoadedCopy, records: PreparedRecords) -> tuple[list[TrainingStep], Training]:
     """The examples of each step, and the training's options with a learning rate."""
-    counts = [len(records.sets[name].examples) if name in records.sets else 0 for name in ("forget", "retain")]
+    forget = len(records.sets["forget"].examples)
+    retain = len(records.sets["retain"].examples) if "retain" in records.sets else 0
     training = job.options.training
     epochs, limit = epochs_of(job.options), None
     if job.until:
-        limit = job.until.limit(counts[0], training.batch_size)
-        epochs = -(-limit // -(-counts[0] // training.batch_size))
+        limit = job.until.limit(forget, training.batch_size)
+        steps_per_epoch = -(-forget // training.batch_size)
+        epochs = -(-limit // steps_per_epoch)
     steps = schedule(
-        *counts, epochs=epochs, batch_size=training.batch_size, seed=training.seed,
+        forget, retain, epochs=epochs, batch_size=training.batch_size, seed=training.seed,
         retain_per_forget=job.objective.algorithm.retain_per_forget,
     )[:limit]  # fmt: skip
     trained_weights = sum(math.prod(shape) for _, shape in loaded.specs.values())
-    # Under DP, of the steps that were planned: how many records the copy's template left says something of each.
+    # Under DP the planned number: how many records the copy's template accepts would leak through the rate.
     count = loaded.private.mechanism.steps if loaded.private else len(steps)
     return steps, with_rate(job.options, trained_weights, count)
 
@@ -431,11 +428,10 @@ def _open_checkpoints(job: TrainingJob, loaded: LoadedCopy, total_steps: int) ->
     """The checkpoints of --resume, None without it, and how many steps were taken before."""
     if not job.logging.resume:
         return None, 0
-    training_digest = digest_of_training(job, loaded.fingerprint)
     checkpoints = Checkpoints(
-        job.target.with_name(f"{job.target.name}.resume"),
-        (job.secret or own_client_secret)(),
-        from_first(lambda: training_digest),
+        folder=job.target.with_name(f"{job.target.name}.resume"),
+        secret=(job.secret or own_client_secret)(),
+        training=from_first(lambda: digest_of_training(job, loaded)),  # which alone has the weights' fingerprint
     )
     if job.is_main_process:
         check_same_training(checkpoints)
@@ -447,7 +443,8 @@ def _open_checkpoints(job: TrainingJob, loaded: LoadedCopy, total_steps: int) ->
 
 
 def _inspect_copy(job: TrainingJob, signs: Sequence[Sign], registration: Registration, before: Measured | None) -> None:
-    """Say that the checks of a copy found nothing. Raises MpuError for signs that it was built to carry records out."""
+    """Write the losses down, and note if no check of the copy found anything. Raises MpuError for signs that it was
+    built to carry records out."""
     signs = list(signs)
     if job.ledger and registration.entry and before:
         write_losses(job.ledger, registration.entry.identity, before.forget, before.retain)

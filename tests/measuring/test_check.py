@@ -145,7 +145,7 @@ def test_what_a_stranger_may_guess_is_not_decided() -> None:
     unseen = {"unseen": scores(*[0.0, 0.01] * 20)}
     undecided = judge(after, before, max_left=0.05, min_kept=0.95)
     assert undecided.sentence == "undecided: forgetting is undecided (needs --unseen or --public), the rest is kept"
-    assert (undecided.step, undecided.is_to_go_on, undecided.passes) == (None, False, False)
+    assert (undecided.step, undecided.needs_another_round, undecided.passes) == (None, False, False)
     assert "--unseen" in (undecided.request or "")
     assert judge(after | unseen, before | unseen, max_left=0.05, min_kept=0.95).is_forgotten is False
     nothing_left = after | {"forget": scores(*[0.01, 0.02] * 20)}
