@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.commands.secrets import opened_keys, read_passphrase
 from mpu_cli.errors import MpuError, UsageError
@@ -15,7 +15,7 @@ from mpu_cli.files.manifest import keys_path, next_round, read_copy_manifest, re
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, MODEL_CONFIG, Command, Opening, Preview, Report
 from mpu_cli.options.declare import group, option
-from mpu_cli.options.publishing import HIDING_KAPPA, HIDING_PERMANENT, RANDOM, Publishing
+from mpu_cli.options.publishing import RANDOM, Disguise, Publishing
 from mpu_cli.wording import few
 
 if TYPE_CHECKING:
@@ -185,12 +185,9 @@ class Publish(Command):
         )
         _say([remark for remark in published.remarks if not remark.is_warning], observer)
         observer.note(_next_step(published))
-        return Report(published.copies, self._document(published))
-
-    def _document(self, published: Reviewed) -> dict[str, Any]:
         publication = published.keys.publication
         scheme, calibration = publication.scheme, publication.calibration
-        return {
+        document = {
             "copies": published.copies,
             "keys": published.keys_path,
             "run": published.keys.run,
@@ -204,6 +201,7 @@ class Publish(Command):
             "warnings": published.warnings,
             "blocks": [asdict(block) for block in published.blocks],
         }
+        return Report(published.copies, document)
 
     @property
     def _has_secret_factors(self) -> bool:
@@ -234,31 +232,55 @@ class Publish(Command):
 
 def command_to_publish(model: Path, keys: Keys) -> str:
     """The command that publishes ``model`` as the last publication was: with noise of its kind and scale, its
-    symmetries, mark and layers."""
+    symmetries, mark, layers and dtype."""
+    from mpu_cli.files.randomness import Randomness
+    from mpu_cli.files.reader import WORD
+    from mpu_cli.protocol.noise import SCHEMES, ZeroSum
+
+    def exact(number: float) -> str:
+        """Permanent noise of another scale could be averaged with this one's."""
+        short = f"{number:g}"
+        return short if float(short) == number else repr(number)
+
     publication = keys.publication
+    scheme, calibration = publication.scheme, publication.calibration
     command = ["mpu", "publish", str(model)]
+    usual = Disguise(mark=0.0)  # what stands where nothing is said
     if keys.reference is not None:
         command += ["--pretrained", keys.reference]
-    hiding_scales = (HIDING_KAPPA if keys.copies > 1 else 0.0, HIDING_PERMANENT)
-    # --pretrained alone chooses this scale again, with its bound and mark.
-    chooses_again = keys.reference is not None and (publication.kappa, publication.shared_kappa) == hiding_scales
-    if not chooses_again or keys.copies > 1:
+        chosen = Disguise(copies=keys.copies).with_scale(with_pretrained=True)
+        if (publication.kappa, publication.shared_kappa) == (chosen.kappa, chosen.permanent_noise):
+            usual = chosen
+    if not usual.sets_scale or keys.copies > 1:
         command += ["--copies", str(keys.copies)]
-    if calibration := publication.calibration:
-        command += ["--epsilon", f"{calibration.epsilon:g}", "--dp-delta", f"{calibration.delta:g}"]
-        command += ["--sensitivity", f"{calibration.sensitivity:g}", "--budget-rounds", str(calibration.rounds)]
-    elif not chooses_again:
-        command += ["--kappa", f"{publication.kappa:g}"]
+    if calibration:
+        command += ["--epsilon", exact(calibration.epsilon), "--dp-delta", exact(calibration.delta)]
+        command += ["--sensitivity", exact(calibration.sensitivity), "--budget-rounds", str(calibration.rounds)]
+        command += ["--adversary", calibration.adversary, "--bound", calibration.bound]
+    elif not usual.sets_scale:
+        command += ["--kappa", exact(publication.kappa)]
         if publication.shared_kappa:
-            command += ["--permanent-noise", f"{publication.shared_kappa:g}"]
-        if publication.mark:
-            command += ["--mark", f"{publication.mark:g}"]
-    if publication.scheme.kind != "extrapolate":
-        command += ["--noise", publication.scheme.kind]
-    if publication.symmetries != "signed":
+            command += ["--permanent-noise", exact(publication.shared_kappa)]
+    if publication.mark != usual.mark:
+        command += ["--mark", exact(publication.mark)]
+    if publication.max_noise and publication.max_noise != usual.max_noise:
+        command += ["--max-noise", exact(publication.max_noise)]
+    if scheme.kind != "extrapolate":
+        command += ["--noise", scheme.kind]
+    if scheme != SCHEMES[scheme.kind].default(keys.copies):
+        factors = ",".join(map(repr, scheme.factors))
+        if scheme.kind == "extrapolate":
+            command += ["--nodes", factors]
+        elif scheme == ZeroSum.from_randomness(Randomness(publication.seed), keys.round, keys.copies):
+            command += ["--alphas", RANDOM]
+        else:
+            command += ["--alphas", factors]
+    if publication.symmetries != usual.symmetries:
         command += ["--symmetries", publication.symmetries]
     if publication.omitted:
         command += ["--omit-layers", ",".join(map(str, publication.omitted))]
+    if publication.dtype:
+        command += ["--dtype", WORD[publication.dtype]]
     return shlex.join(command)
 
 

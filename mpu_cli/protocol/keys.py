@@ -28,6 +28,7 @@ from mpu_cli.files.boundary import (
     parse_document,
 )
 from mpu_cli.files.randomness import Randomness
+from mpu_cli.files.reader import WORD
 from mpu_cli.files.sealing import (
     AGE_HEADER,
     check_header,
@@ -78,6 +79,8 @@ class KeyEntries(Document, forbid_unknown_fields=True):
     omitted_layers: Layers = ()
     permanent_seed: Seed | None = None
     mark: Scale = 0.0
+    max_noise: Scale | None = None
+    dtype: Word | None = None
     recipients: dict[Word, Text] = msgspec.field(default_factory=dict)
     authenticator: Text | None = None
 
@@ -90,12 +93,11 @@ MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
 class Keys:
     """Everything needed to undo one publication.
 
-    ``publication`` without what matters only when publishing (``dtype``, ``max_noise``); ``sigma`` and
-    ``shared_sigma``: by block, the scale of the noise that cancels, before a copy's factor, and of the noise that all
-    copies share; ``reference``: the address of the pretrained model that the noise was scaled to; ``recipients``: whom
-    copies were sealed for, age public keys by the copies' numbers, as far as that is known; ``authentic``:
-    whether the file was sealed by who opened it, with a passphrase or under the server's secret. Whoever knows the
-    public key can seal others.
+    ``sigma`` and ``shared_sigma``: by block, the scale of the noise that cancels, before a copy's factor, and of the
+    noise that all copies share; ``reference``: the address of the pretrained model that the noise was scaled to;
+    ``recipients``: whom copies were sealed for, age public keys by the copies' numbers, as far as that is known;
+    ``authentic``: whether the file was sealed by who opened it, with a passphrase or under the server's secret. Whoever
+    knows the public key can seal others.
     """
 
     publication: Publication
@@ -145,6 +147,8 @@ def _facts(keys: Keys) -> dict[str, object]:
         "omitted_layers": publication.omitted,
         "permanent_seed": publication.permanent_seed.hex() if publication.permanent_seed else None,
         "mark": publication.mark,
+        "max_noise": publication.max_noise,
+        "dtype": publication.dtype,
         "recipients": keys.recipients,
     }
 
@@ -314,7 +318,7 @@ def keys_of_entries(table: Mapping[str, object], path: Path) -> Keys:
         KeyEntries, table, f"{path}: key data is incomplete or invalid", "restore it from a backup"
     )
     sound = len(entries.noise.factors) == len(entries.copy_ids) and is_ascending(entries.omitted_layers)
-    if not sound or entries.symmetries not in SETS:
+    if not sound or entries.symmetries not in SETS or entries.dtype not in (None, *WORD):
         raise MpuError(f"{path}: key data is incomplete or invalid", "restore it from a backup")
     publication = Publication(
         seed=bytes.fromhex(entries.seed),
@@ -329,6 +333,8 @@ def keys_of_entries(table: Mapping[str, object], path: Path) -> Keys:
         omitted=entries.omitted_layers,
         permanent_seed=bytes.fromhex(entries.permanent_seed) if entries.permanent_seed else None,
         mark=entries.mark,
+        max_noise=entries.max_noise,
+        dtype=entries.dtype,
     )
     return Keys(
         publication, entries.sigma, tuple(entries.copy_ids), entries.base, entries.reference, entries.shared_sigma,

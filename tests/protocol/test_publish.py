@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import shutil
 import stat
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pyrage
@@ -18,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import mpu_cli
+from mpu_cli.commands.publish import command_to_publish
 from mpu_cli.files.manifest import read_copy_manifest
 from mpu_cli.files.reader import open_checkpoint
 from mpu_cli.files.sealing import default_identity_path, make_identity, read_identities
@@ -54,6 +57,35 @@ class TestPublish:
                 assert keys_of(tmp_path).sigma[block] * alpha == pytest.approx(expected, rel=1e-6)
                 actual = float(noise.square().mean().sqrt())
                 assert actual == pytest.approx(expected, rel=5 / math.sqrt(2 * len(noise)))
+
+    @pytest.mark.parametrize(
+        "options",
+        [
+            "--pretrained PUBLIC",
+            "--pretrained PUBLIC --mark 0.05 --max-noise 0.05 --dtype float32",
+            "--pretrained PUBLIC --copies 2 --mark 0",
+            "--pretrained PUBLIC --kappa 0.0123456789 --nodes 1,-1,0.3 --symmetries all --max-noise 0.5",
+            "--pretrained PUBLIC --permanent-noise 3.3333333 --copies 1 --omit-layers 1",
+            "--kappa 0.5 --permanent-noise 0.2 --mark 0.2 --noise zero-sum --alphas 1,1.7",
+            "--noise zero-sum --copies 3 --alphas random",
+            "--epsilon 2 --dp-delta 1e-5 --sensitivity 0.12345678 --adversary one-copy --budget-rounds 4",
+        ],
+    )
+    def test_the_command_for_the_next_round_publishes_in_the_same_way(self, mpu, tmp_path, base, options):
+        """What `aggregate` prints as the next step gives noise of the same kind and scale; only secrets are new."""
+        public = save(random_model("llama", seed=5), tmp_path / "public")
+        words = [str(public) if word == "PUBLIC" else word for word in options.split()]
+        mpu("publish", base, *words, "--out", tmp_path / "1", "--keys", tmp_path / "1" / "keys.bin")
+        first = keys_of(tmp_path / "1")
+        _, *printed = shlex.split(command_to_publish(base, first))
+        mpu(*printed, "--publish-again", "--out", tmp_path / "2", "--keys", tmp_path / "2" / "keys.bin")
+        second = keys_of(tmp_path / "2")
+        assert second.publication.seed != first.publication.seed
+        assert (second.publication.scheme == first.publication.scheme) == ("random" not in options)
+        secrets = {"seed": b"", "run": "1", "scheme": first.publication.scheme}
+        assert replace(second.publication, **secrets) == replace(first.publication, **secrets)
+        assert second.sigma == first.sigma
+        assert second.shared_sigma == first.shared_sigma
 
     def test_the_seed_fixes_every_byte(self, mpu, tmp_path, base, monkeypatch):
         """A seed gives the same files, however the work is split and however many threads there are."""
