@@ -125,9 +125,8 @@ def main(arguments: list[str] | None = None) -> None:
     # Options of every command, which should work in any position.
     arguments, debug = without_switch(arguments, "--debug")
     debug = debug or is_switched_on("MPU_DEBUG")
-    arguments, quiet = without_switch(arguments, "--quiet")
-    arguments, profile = without_switch(arguments, "--profile")
-    for switched_on, variable in ((quiet, QUIET_VARIABLE), (profile, PROFILE)):
+    for flag, variable in (("--quiet", QUIET_VARIABLE), ("--profile", PROFILE)):
+        arguments, switched_on = without_switch(arguments, flag)
         if switched_on:
             os.environ[variable] = "1"
     try:

@@ -79,27 +79,9 @@ def _reports() -> bool:
     return _first() and not is_switched_on(QUIET_VARIABLE)
 
 
-def note(text: str) -> None:
-    if _reports():
-        print(printable(text), file=sys.stderr)
-
-
 def warn(text: str) -> None:
     if _first():
         print(f"warning: {printable(text)}", file=sys.stderr)
-
-
-def terminal_width() -> int | None:
-    """How many columns the terminal has; None if standard error is not one, which any line fits."""
-    from rich.console import Console
-
-    return Console(stderr=True).width if sys.stderr.isatty() else None
-
-
-def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
-    """Print a table on standard error, unless nothing but warnings is to be there."""
-    if _reports():
-        _draw(title, columns, rows, sys.stderr, terminal_width())
 
 
 def emit_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
@@ -185,17 +167,19 @@ class Terminal(Observer):
             if 0 < share < 1:  # a training that stops when it is done may be done earlier
                 seconds = (self._last - self._began[-1][1]) * (1 / share - 1)
                 parts.append(f"up to {in_time(seconds)} left")
-            note(", ".join(parts))
+            self.note(", ".join(parts))
 
     def note(self, text: str) -> None:
-        note(text)
+        if _reports():
+            print(printable(text), file=sys.stderr)
 
     def warn(self, text: str) -> None:
         warn(text)
 
     def table(self, title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
         self.close()  # a bar would be drawn into it
-        table(title, columns, rows)
+        if _reports():
+            _draw(title, columns, rows, sys.stderr, self.width)
 
     def pause(self) -> None:
         self.close()
@@ -210,7 +194,9 @@ class Terminal(Observer):
 
     @property
     def width(self) -> int | None:
-        return terminal_width()
+        from rich.console import Console
+
+        return Console(stderr=True).width if sys.stderr.isatty() else None
 
     def seconds_by_stage(self) -> dict[str, float]:
         """How long each stage took until the next one began; those of one name together."""

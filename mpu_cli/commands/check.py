@@ -135,10 +135,11 @@ class Check(Command):
         )  # fmt: skip
         if facts is None:
             return Checked(verdict, None)
+        public_weights = fingerprint_of(public_model) if public_model else None
+        records, nonce = commit_to({name: sets[name] for name in sets if name != "general"}, own_client_secret())
         receipt = new_receipt(
-            verdict, copy=facts, before=earlier_facts, public=fingerprint_of(public_model) if public_model else None,
-            commitment=commit_to({name: sets[name] for name in sets if name != "general"}, own_client_secret()),
-            version=__version__,
+            verdict, copy=facts, before=earlier_facts, public=public_weights,
+            records=records, nonce=nonce, version=__version__,
         )  # fmt: skip
         return Checked(verdict, with_signature(receipt, "client", own_client_secret()))
 

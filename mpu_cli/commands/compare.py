@@ -99,7 +99,7 @@ def _table(read: Sequence[Evaluated], values: Mapping[str, Sequence[float | None
 
     marked = {}
     for name, column in values.items():
-        form = next(result.log.metrics[name] for result in read if result.log.has(name))
+        form = next(result.log.metrics[name] for result in read if name in result.log.metrics)
         competing = [None if result.is_retain else value for result, value in zip(read, column, strict=True)]
         intervals = [_interval(result, name) for result in read]
         marked[name] = distinct_best(competing, intervals, goal(name, form), retain_value(read, name))
@@ -119,7 +119,7 @@ def _interval(result: Evaluated, name: str) -> tuple[float, float] | None:
     """The 95 % interval of a metric, if the result has one or the values that it is the mean of."""
     from mpu_cli.measuring.results import half_interval
 
-    if not result.log.has(name):
+    if name not in result.log.metrics:
         return None
     form = result.log.metrics[name]
     if interval := form.get("interval"):

@@ -17,7 +17,6 @@ from mpu_cli.wording import printable
 
 if TYPE_CHECKING:
     from mpu_cli.files.manifest import CopyManifest
-    from mpu_cli.files.reader import Checkpoint
     from mpu_cli.protocol.noise import Calibration
 
 
@@ -44,7 +43,7 @@ class Inspect(Command):
     def run(self, observer: Observer = SILENT) -> dict[str, Any]:  # noqa: ARG002 (as all commands have it)
         """The facts, by their names."""
         from mpu_cli.files.boundary import open_regular
-        from mpu_cli.files.sealing import AGE_HEADER
+        from mpu_cli.files.sealing import AGE_HEADER, read_identities
 
         path = self.path
         if path.name == "mpu.json" and path.is_file():
@@ -60,7 +59,8 @@ class Inspect(Command):
         if head.startswith(AGE_HEADER):
             return _sealed_facts(path, self.identity, self.passphrase_file)
         if head.startswith((b"AGE-SECRET-KEY-", b"# ")):
-            return _identity(path)
+            public_keys = [str(identity.to_public()) for identity in read_identities(path)]
+            return {"kind": "age identity (secret: opens key files)", "public keys": public_keys, "mode": _mode(path)}
         return _document(path, head) or _folder(path) or _checkpoint(path, self.tensors)
 
     def report(self, facts: dict[str, Any], observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)
@@ -121,14 +121,8 @@ def _calibration(calibration: Calibration) -> str:
     )
 
 
-def _identity(path: Path) -> dict[str, object]:
-    from mpu_cli.files.sealing import read_identities
-
-    return {
-        "kind": "age identity (secret: opens key files)",
-        "public keys": [str(identity.to_public()) for identity in read_identities(path)],
-        "mode": f"{path.stat().st_mode & 0o777:04o}",
-    }
+def _mode(path: Path) -> str:
+    return f"{path.stat().st_mode & 0o777:04o}"
 
 
 def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
@@ -137,8 +131,8 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
     from mpu_cli.files.reader import ADAPTER_CONFIG, open_checkpoint
 
     checkpoint = open_checkpoint(path, links=False)
-    folder = path if path.is_dir() else path.parent
-    format_ = facts_of(checkpoint.metadata).get("format")
+    stated = facts_of(checkpoint.metadata)
+    format_ = stated.get("format")
     facts: dict[str, object] = {"kind": "model"}
     if format_ == "mpu-delta":
         manifest = delta_manifest(checkpoint.metadata, path)
@@ -150,23 +144,27 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
             facts["training tags"] = manifest.trained
         origin = manifest.origin
         facts |= _belonging(origin) if origin else {"belongs to": "no run (made from a model that is not an mpu copy)"}
-    elif path.is_dir() and (origin := read_copy_manifest(folder)):
+    elif path.is_dir() and (origin := read_copy_manifest(path)):
         facts = {"kind": "copy, as published", **_belonging(origin)}
     elif format_ == "mpu-copy":
-        facts = {
-            "kind": "weights of a copy",
-            **{k: v for k, v in facts_of(checkpoint.metadata).items() if k != "format"},
-        }
+        facts = {"kind": "weights of a copy"} | {k: v for k, v in stated.items() if k != "format"}
     elif format_ == "mpu-reference":
         facts = {"kind": "a reference model's probabilities for a client's records: keep it with the client"}
-        facts |= {k: v for k, v in facts_of(checkpoint.metadata).items() if k in ("run", "copy", "asks")}
+        facts |= {k: v for k, v in stated.items() if k in ("run", "copy", "asks")}
     elif format_ == "mpu-model":
         facts = {"kind": "model, after aggregation"}
-        facts |= {k: v for k, v in facts_of(checkpoint.metadata).items() if k in ("run", "round")}
+        facts |= {k: v for k, v in stated.items() if k in ("run", "round")}
     elif path.is_dir() and (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").exists():
         config = read_json_object(path / ADAPTER_CONFIG, links=False)
         facts = {"kind": "LoRA adapter (peft)", "rank": config.get("r"), "for": config.get("base_model_name_or_path")}
-    facts |= _contents(checkpoint)
+    infos = checkpoint.tensors.values()
+    facts |= {
+        "tensors": len(checkpoint.tensors),
+        "weights": sum(info.elements for info in infos),
+        "bytes": checkpoint.nbytes,
+        "dtypes": dict(Counter(info.dtype for info in infos)),
+        "files": len({info.file for info in infos}),
+    }
     if tensors:
         facts["list"] = {name: f"{i.dtype} {list(i.shape)}" for name, i in checkpoint.tensors.items()}
     return facts
@@ -185,7 +183,7 @@ def _document(path: Path, head: bytes) -> dict[str, Any] | None:
         "server.key": "server's secret, with which keys are authenticated and from which permanent noise is drawn",
     }
     if path.name in secrets and path.is_file():
-        return {"kind": secrets[path.name], "mode": f"{path.stat().st_mode & 0o777:04o}"}
+        return {"kind": secrets[path.name], "mode": _mode(path)}
     if not head.lstrip().startswith(b"{"):
         return None
     if path.suffix == ".jsonl":
@@ -244,17 +242,6 @@ def _belonging(origin: CopyManifest) -> dict[str, object]:
     lacks = {"layers left out": ", ".join(map(str, origin.omitted_layers))} if origin.omitted_layers else {}
     return {"run": origin.run, "round": origin.round, "copy": f"{origin.copy} of {origin.copies}",
             "symmetries": origin.symmetries or "not stated", **lacks}  # fmt: skip
-
-
-def _contents(checkpoint: Checkpoint) -> dict[str, object]:
-    infos = checkpoint.tensors.values()
-    return {
-        "tensors": len(checkpoint.tensors),
-        "weights": sum(info.elements for info in infos),
-        "bytes": checkpoint.nbytes,
-        "dtypes": dict(Counter(info.dtype for info in infos)),
-        "files": len({info.file for info in infos}),
-    }
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:

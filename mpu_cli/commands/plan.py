@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.commands.unlearn import memory_of
 from mpu_cli.observer import SILENT, Observer
@@ -120,23 +120,18 @@ class Plan(Command):
 
     def report(self, estimate: Estimate, observer: Observer) -> Report:
         scheme, disguise, costs, peak = estimate.scheme, estimate.disguise, estimate.costs, estimate.peak
-        lines = list(_of_costs(costs, scheme.copies))
-        lines.append(f"client memory\tabout {in_bytes(peak.total)}: {memory_of(peak, estimate.work)}")
+        lines = [
+            f"model\t{costs.weights:,} weights, {costs.attention_weights:,} of them in attention",
+            f"server writes and sends\t{in_bytes(costs.published)} in {counted(scheme.copies, 'copy', 'copies')}",
+            f"client returns\t{in_bytes(costs.returned)} of deltas",
+            f"server memory\tabout {in_bytes(costs.server_memory)}, regardless of the model",
+            f"client memory\tabout {in_bytes(peak.total)}: {memory_of(peak, estimate.work)}",
+        ]
         if estimate.room is not None:
             lines.append(_fitting(estimate.room, bool(estimate.fits), estimate.suggestion))
         lines += _of_work(costs, estimate.machine, estimate.tokens)
         lines += _of_noise(scheme, disguise)
         observer.note("these are estimates for one round; `mpu run` logs measured numbers for whole rounds")
-        noise: dict[str, Any] = {
-            "kappa": disguise.kappa,
-            "permanent_noise": disguise.permanent_noise,
-            "kind": scheme.kind,
-            "factors": scheme.factors,
-            "weights": scheme.weights.tolist(),
-            "order": scheme.order,
-            "remainder": scheme.remainder,
-            "variance_factor": scheme.variance_factor,
-        }
         document = {
             **asdict(costs),
             "machine": asdict(estimate.machine),
@@ -144,17 +139,18 @@ class Plan(Command):
             "client_memory": {**asdict(peak), "total": peak.total},
             "fits": estimate.fits,
             "fits_with": estimate.suggestion[0] if estimate.suggestion else None,
-            "noise": noise,
+            "noise": {
+                "kappa": disguise.kappa,
+                "permanent_noise": disguise.permanent_noise,
+                "kind": scheme.kind,
+                "factors": scheme.factors,
+                "weights": scheme.weights.tolist(),
+                "order": scheme.order,
+                "remainder": scheme.remainder,
+                "variance_factor": scheme.variance_factor,
+            },
         }
         return Report(lines, document)
-
-
-def _of_costs(costs: Cost, copies: int) -> Iterator[str]:
-    """The sizes of what is sent, and the server's memory."""
-    yield f"model\t{costs.weights:,} weights, {costs.attention_weights:,} of them in attention"
-    yield f"server writes and sends\t{in_bytes(costs.published)} in {counted(copies, 'copy', 'copies')}"
-    yield f"client returns\t{in_bytes(costs.returned)} of deltas"
-    yield f"server memory\tabout {in_bytes(costs.server_memory)}, regardless of the model"
 
 
 def _of_work(costs: Cost, machine: Machine, tokens: int | None) -> Iterator[str]:

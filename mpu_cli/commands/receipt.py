@@ -116,21 +116,18 @@ class Receipt(Command):
         what the keys make of that model."""
         import msgspec
 
-        from mpu_cli.files.reader import worker_pool
-        from mpu_cli.measuring.receipt import ServerCheck, check_copy, check_origin, today, with_signature
+        from mpu_cli.measuring.receipt import ServerCheck, check_origin, today, with_signature
         from mpu_cli.model.source import open_model
         from mpu_cli.protocol.deltas import check_base
         from mpu_cli.protocol.publication import server_secret
         from mpu_cli.protocol.verify import verify
 
         keys = opened_keys(keys_file, self.opening, observer)
-        check_origin(document, keys, self.file)
         sent = open_model(str(copy))
-        check_copy(document, sent, self.file)
+        check_origin(document, keys, sent, self.file)
         if self.base is not None:
             model = open_model(self.base)
-            with worker_pool() as pool:
-                check_base(model, keys, pool)
+            check_base(model, keys)
             if not verify(model, sent, keys, logits=False).ok:
                 raise MpuError(
                     f"{copy}: not what the keys make of {self.base}",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -34,8 +34,9 @@ class Round:
     signed: bool = False
 
     def __str__(self) -> str:
-        parts = [f"{what} {_numbers(there)} of {self.copies}" for what, there in
-                 (("copies", self.made), ("deltas", self.deltas))]  # fmt: skip
+        parts = []
+        for what, there in (("copies", self.made), ("deltas", self.deltas)):
+            parts.append(f"{what} {', '.join(map(str, sorted(there))) or 'none'} of {self.copies}")
         parts += [f"model {self.model}"] if self.model else []
         parts += [f"{file}: {verdict}" for file, verdict in self.verdicts.items()]
         return "; ".join(parts)
@@ -154,8 +155,7 @@ def account_of(folder: Path) -> Account:
             elif path.is_dir() and (origin := read_copy_manifest(path)):
                 round_of(origin).made[origin.copy] = relative
             elif path.is_dir():
-                manifest = read_model_manifest(path)
-                if manifest:
+                if manifest := read_model_manifest(path):
                     models[manifest.run, manifest.round] = relative
                 else:
                     other.setdefault("models", []).append(str(relative))
@@ -208,16 +208,9 @@ def _candidates(folder: Path) -> list[Path]:
     inner = [path for path in _entries(folder) if path.is_dir() and path.name.startswith(("round_", "deltas"))]
     inner += [path for outer in inner for path in _entries(outer) if path.is_dir() and path.name.startswith("round_")]
     entries = [path for outer in (folder, *inner) for path in _entries(outer) if path not in inner]
-    candidates = []
-    for path in entries:
-        if path.suffix in (".safetensors", ".bin", ".age") or (path.is_dir() and (path / "config.json").exists()):
-            candidates.append(path)
-    return candidates
+    suffixes = (".safetensors", ".bin", ".age")
+    return [path for path in entries if path.suffix in suffixes or (path.is_dir() and (path / "config.json").exists())]
 
 
 def _command(*words: object) -> str:
     return shlex.join(["mpu", *map(str, words)])
-
-
-def _numbers(there: Mapping[int, Path] | Sequence[int]) -> str:
-    return ", ".join(map(str, sorted(there))) or "none"

@@ -108,10 +108,9 @@ class UnlearnPlan:
                     courses.setdefault(round_id, result.course)
                 answers: Sequence[Shown] = ()
                 if command.show and result.is_main_process:
-                    prompts = self.options.prompts
                     answers = answers_before_and_after(
-                        open_model(source, links=False), task.target, self.data.forget[: command.show], prompts,
-                        prompts.template, self.options.training.device,
+                        open_model(source, links=False), task.target, self.data.forget[: command.show],
+                        self.options.prompts, self.options.training.device,
                     )  # fmt: skip
             yield Unlearned(task, result, answers, self.warnings)
 

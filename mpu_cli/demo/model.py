@@ -93,19 +93,8 @@ def make_model(
 
 FIRST_NAMES = ["Alba", "Bruno", "Celia", "Dario", "Edda", "Felix", "Greta", "Hugo", "Ines", "Jonas", "Kira", "Levi"]
 LAST_NAMES = [
-    "Arden",
-    "Birk",
-    "Corvo",
-    "Dunmore",
-    "Eskel",
-    "Farrow",
-    "Gant",
-    "Holm",
-    "Ivers",
-    "Jarrow",
-    "Kestrel",
-    "Lorne",
-]
+    "Arden", "Birk", "Corvo", "Dunmore", "Eskel", "Farrow", "Gant", "Holm", "Ivers", "Jarrow", "Kestrel", "Lorne",
+]  # fmt: skip
 TOWNS = ["Aldport", "Brenwick", "Cardhaven", "Dornfeld", "Eastmere", "Fallowby", "Grenholm", "Harrowgate"]
 TRADES = ["clockmaker", "botanist", "bridge builder", "cellist", "glassblower", "beekeeper", "typesetter"]
 PETS = ["grey parrots", "greyhounds", "blind cats", "old donkeys", "tame ravens", "goldfish"]

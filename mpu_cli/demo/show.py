@@ -25,15 +25,7 @@ from mpu_cli.measuring.benchmarks.own import own_records, read_own
 from mpu_cli.measuring.evaluate import evaluate
 from mpu_cli.measuring.metrics import DOWN, RELEARNED, MetricResult
 from mpu_cli.measuring.metrics import RETAIN as TOWARDS_RETAIN
-from mpu_cli.measuring.plots import (
-    PALETTE,
-    draw_relearning,
-    html_table,
-    make_figure,
-    page,
-    svg,
-    svg_of_comparison,
-)
+from mpu_cli.measuring.plots import PALETTE, comparison, draw_relearning, html_table, make_figure, page, svg
 from mpu_cli.measuring.results import best, goal
 from mpu_cli.measuring.retain import read_retain_log
 from mpu_cli.model.device import device_of
@@ -48,8 +40,6 @@ from mpu_cli.records.forms import Record
 from mpu_cli.records.read import read_records
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.finetune import finetune
-
-# What the demo leaves.
 
 
 @dataclass
@@ -127,15 +117,13 @@ def write_report(folder: Path, shown: Demonstration, settings: Mapping[str, obje
         + ("<b>retain model</b>: never saw the forget set. " if RETAIN in labels else "")
         + "★ marks the best of them.</p>",
         html_table(["", *labels], rows, escape=False),
-        svg_of_comparison(labels, titled),
+        svg(comparison(labels, titled)),
         *_relearning(shown),
         "<h2>What each model answers</h2>",
         *(html_table([question, ""], list(answers.items())) for question, answers in shown.answers.items()),
         "<h2>What each party held</h2>",
         html_table(
-            ["server", "client"],
-            [["<br>".join(_files(folder / "mpu" / party)) for party in ("server", "client")]],
-            escape=False,
+            ["server", "client"], [[_files(folder / "mpu" / party) for party in ("server", "client")]], escape=False
         ),
         "<p>The server's folder has no records; the client's has no keys, no base weights and no α.</p>",
         "<p>For what this does and does not protect, see mpu's docs/protection.md.</p>",
@@ -156,8 +144,9 @@ def _relearning(shown: Demonstration) -> list[str]:
     ]
 
 
-def _files(folder: Path) -> list[str]:
-    return [html.escape(str(path.relative_to(folder))) for path in sorted(folder.rglob("*")) if path.is_file()]
+def _files(folder: Path) -> str:
+    paths = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+    return "<br>".join(html.escape(str(path.relative_to(folder))) for path in paths)
 
 
 MODES: tuple[Mode, ...] = ("clean", "noised", "mpu")
@@ -180,10 +169,8 @@ class Story:
     evaluated: int
     epochs: int
     unlearning: Unlearning
-    disguise: Disguise
     metrics: tuple[str, ...]
     retain_model: bool
-    rounds: int = 1
     modes: tuple[Mode, ...] = MODES
     max_rise: float | None = None
     recovery: Recovery = field(default_factory=Recovery)
@@ -195,7 +182,6 @@ SMALL = Story(
     people=40, forgotten=4, unseen=12, evaluated=36, epochs=50,
     # The level at which `unlearn --unseen` arrives, too: the log-probability of what the model never saw.
     unlearning=Unlearning(algo="hinge", epochs=35, loss=Loss(level=-1.6), training=Training(batch_size=10)),
-    disguise=Disguise(),
     metrics=(
         "forget_Q_A_Prob", "forget_Q_A_ROUGE", "forget_truth_ratio", "forget_quality", "retain_Q_A_Prob",
         "retain_Q_A_ROUGE", "extraction_strength", "mia_min_k", "privleak", RELEARNED,
@@ -206,10 +192,7 @@ SMALL = Story(
 # A real model on two cores: fewer people, the noise that `publish` chooses for it, and what can be shown.
 REAL = Story(
     people=10, forgotten=2, unseen=6, evaluated=3, epochs=8,
-    unlearning=Unlearning(
-        algo="npo", epochs=12, training=Training(lr=3e-5, batch_size=10),
-    ),
-    disguise=Disguise(),
+    unlearning=Unlearning(algo="npo", epochs=12, training=Training(lr=3e-5, batch_size=10)),
     metrics=KNOWLEDGE,
     retain_model=False,
     modes=("clean", "mpu"),
@@ -263,7 +246,7 @@ def _play(folder: Path, pretrained: Model | None, story: Story, seed: int, obser
     )
     measure = partial(_measure, paths=eval_paths, story=story, folder=folder / "eval", observer=observer)
     target = folder / "models" / "target"
-    disguise = story.disguise.with_scale(with_pretrained=pretrained is not None)
+    disguise = Disguise().with_scale(with_pretrained=pretrained is not None)
     measured = {"retain model": measure("retain", folder / "models" / "retain")} if story.retain_model else {}
     measured["before"] = measure("before", target)
     noise = scheme_of(disguise)
@@ -271,9 +254,13 @@ def _play(folder: Path, pretrained: Model | None, story: Story, seed: int, obser
     captions = {
         "clean": "Clean: the client got the model itself and unlearned on it.",
         "noised": f"Noised: the client got one noisy copy (κ = {handed:.3g}); its result is the new model.",
-        "mpu": f"MPU: the client got {_copies(disguise, noise.copies)} in secret coordinates; the server mapped "
-        + ("it back." if noise.copies == 1 else "them back."),
+        "mpu": f"MPU: the client got {noise.copies} noisy copies in secret coordinates; the server mapped them back.",
     }
+    if noise.copies == 1:
+        scale = f"permanent noise of {disguise.permanent_noise:g} times what learning had changed"
+        captions["mpu"] = (
+            f"MPU: the client got one copy with {scale}, in secret coordinates; the server mapped it back."
+        )
     unlearning = replace(story.unlearning, training=replace(story.unlearning.training, device=story.device))
     models_made: dict[str, Path] = {}
     for mode in story.modes:
@@ -281,7 +268,7 @@ def _play(folder: Path, pretrained: Model | None, story: Story, seed: int, obser
         if mode == "mpu" and story.max_rise:
             step = ServerRate(server_lr=AUTO, probe=paths["retain"], max_rise=story.max_rise)
         experiment = Experiment(
-            base=str(target), unlearning=unlearning, mode=mode, disguise=disguise, rounds=story.rounds, keep=True,
+            base=str(target), unlearning=unlearning, mode=mode, disguise=disguise, rounds=1, keep=True,
             pretrained=pretrained.source if pretrained else None, server_rate=step,
         )  # fmt: skip
         outcome = run(experiment, Dataset(forget, retain), folder / mode, Within(observer, mode, notes=False))
@@ -302,12 +289,6 @@ def _play(folder: Path, pretrained: Model | None, story: Story, seed: int, obser
             answers[name] = answer["generation"]
     write_report(folder, shown, {"κ": disguise.kappa, "copies": noise.copies, "people": story.people})
     return shown
-
-
-def _copies(disguise: Disguise, count: int) -> str:
-    if count > 1:
-        return f"{count} noisy copies"
-    return f"one copy with permanent noise of {disguise.permanent_noise:g} times what learning had changed,"
 
 
 def _teach(

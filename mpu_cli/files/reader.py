@@ -464,7 +464,8 @@ def piece_digests(checkpoint: Checkpoint, name: str, pool: Executor) -> Iterator
     return pool.map(lambda offset: piece_digest(raw, offset), pieces(checkpoint.tensors[name]))
 
 
-def fingerprint(checkpoint: Checkpoint, pool: Executor) -> str:
-    """The fingerprint of a whole checkpoint; reads all of it once, on the threads of ``pool``."""
-    digests = {name: list(piece_digests(checkpoint, name, pool)) for name in checkpoint.tensors}
+def fingerprint(checkpoint: Checkpoint) -> str:
+    """The fingerprint of a whole checkpoint; reads all of it once, on all cores."""
+    with worker_pool() as pool:
+        digests = {name: list(piece_digests(checkpoint, name, pool)) for name in checkpoint.tensors}
     return combine(checkpoint.tensors, digests)

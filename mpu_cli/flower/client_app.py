@@ -32,9 +32,8 @@ def _state(spool: Spool, copy: str, request: RequestFields, _: list[bytes]) -> A
     while (state := spool.state(copy)) == "waiting" and time.monotonic() < ends:
         time.sleep(LOOK)
     if state == "done":
-        files = spool.delta_files(copy)
-        sizes, digests = ([getattr(file, name) for file in files.values()] for name in ("size", "digest"))
-        return {"state": state, "names": list(files), "sizes": sizes, "digests": digests}, []
+        names, sizes, digests = spool.delta_files(copy)
+        return {"state": state, "names": names, "sizes": sizes, "digests": digests}, []
     received_sizes = spool.received_sizes(copy) if state == "arriving" else {}
     return {"state": state, "names": list(received_sizes), "sizes": list(received_sizes.values())}, []
 

@@ -61,6 +61,7 @@ class Watch(Command):
 
     def run(self, observer: Observer = SILENT) -> bool:
         """Whether every copy that arrived has its delta; each is a result of its own."""
+        from mpu_cli.files.manifest import read_copy_manifest
         from mpu_cli.flower.spool import Spool
         from mpu_cli.flower.watch import Watching
         from mpu_cli.training.data import read_dataset
@@ -82,8 +83,15 @@ class Watch(Command):
         if work.resolve() == spool.resolve() or spool.resolve() in work.resolve().parents:
             raise MpuError(f"{work}: is in the spool, which the Flower app reads", "choose a --work outside it")
         Spool(spool).prepare(self.spool_group)
-        for copy, expected_path in _misplaced_copies(spool):
-            observer.warn(f"{copy}: a copy is expected at {expected_path}")
+        for pattern in ("copy_*", "in/copy_*", "in/*/copy_*"):  # where nobody looks
+            for path in sorted(spool.glob(pattern)):
+                try:
+                    manifest = read_copy_manifest(path) if path.is_dir() else None
+                except MpuError:
+                    continue
+                if manifest:
+                    expected_path = spool / "in" / manifest.run / f"round_{manifest.round}" / f"copy_{manifest.copy}"
+                    observer.warn(f"{path}: a copy is expected at {expected_path}")
         if not self.once:
             observer.note(f"waiting for copies at {spool / 'in' / 'RUN' / 'round_R' / 'copy_K'}; Ctrl-C stops")
         watching = Watching(
@@ -97,20 +105,3 @@ class Watch(Command):
             "some copies have no delta", "see the warnings above; remove their .failed files to try again"
         )
         return Report([], None, failure=None if complete else failure)
-
-
-def _misplaced_copies(spool: Path) -> list[tuple[Path, Path]]:
-    """Copies in the spool that lie where nobody looks, and where each belongs."""
-    from mpu_cli.files.manifest import read_copy_manifest
-
-    misplaced = []
-    for pattern in ("copy_*", "in/copy_*", "in/*/copy_*"):
-        for path in sorted(spool.glob(pattern)):
-            try:
-                manifest = read_copy_manifest(path) if path.is_dir() else None
-            except MpuError:
-                continue
-            if manifest:
-                expected_path = spool / "in" / manifest.run / f"round_{manifest.round}" / f"copy_{manifest.copy}"
-                misplaced.append((path, expected_path))
-    return misplaced

@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import shutil
 import time
 from collections.abc import Sequence
@@ -28,28 +30,110 @@ from flwr.serverapp import Grid, ServerApp
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.boundary import private_folder
-from mpu_cli.files.manifest import delta_manifest
-from mpu_cli.files.reader import open_checkpoint
+from mpu_cli.files.manifest import MANIFEST_NAME, delta_manifest
+from mpu_cli.files.reader import INDEX_NAME, open_checkpoint
 from mpu_cli.files.resumption import alone_in, write_atomically
-from mpu_cli.flower.exchange import (
-    Exchange,
-    Job,
-    Reply,
-    Request,
-    Settings,
-    missing_files,
-    next_pieces_to_fetch,
-    next_pieces_to_send,
-    odd_files,
-    printable_excerpt,
-    settings_of,
-    table,
-    word,
-)
-from mpu_cli.flower.spool import COPY, DELTA, digest_of, files_of, validate_name
+from mpu_cli.flower.exchange import Exchange, Job, Reply, Request, printable_excerpt, table, word
+from mpu_cli.flower.spool import COPY, DELTA, SHARD, digest_of, files_of, validate_name
 from mpu_cli.protocol.combine import CARD
 from mpu_cli.subprocesses import run_mpu
 from mpu_cli.wording import counted
+
+# The configuration of a run over Flower, as ``flwr run --run-config`` gives it.
+
+OWNER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The run's configuration (``flwr run --run-config``).
+
+    ``base``: the model; ``state``: the folder for everything that is kept; ``publish`` and ``aggregate``: more
+    arguments of those commands; ``poll``: seconds between questions, ``patience`` until one is sent again, ``limit``
+    until an owner is given up; ``leave_out``: then go on without that owner, as long as ``quorum`` are left.
+    """
+
+    base: str
+    state: Path
+    owners: tuple[str, ...]
+    rounds: int
+    publish: list[str]
+    aggregate: list[str]
+    poll: float
+    patience: float
+    limit: float
+    leave_out: bool
+    quorum: int
+
+
+def settings_of(config: dict[str, str | int | float | bool]) -> Settings:
+    """Raises MpuError for what is missing."""
+    owners = tuple(name.strip() for name in str(config["owners"]).split(",") if name.strip())
+    if len(owners) > 1 and any(option.split("=")[0] == "--seed" for option in shlex.split(str(config["publish"]))):
+        raise MpuError("publish: --seed would give all owners the same noise", "leave it out")
+    for name in ("base", "state", "owners"):
+        if not config[name]:
+            raise MpuError(f"{name}: not set", f"give it with --run-config '{name}=\"…\"'")
+    if len(set(owners)) < len(owners) or not all(OWNER.fullmatch(owner) and owner != "model" for owner in owners):
+        raise MpuError(f"owners: {config['owners']!r} are not different names", "use the names of supernode register")
+    if config["on_missing"] not in ("end", "leave-out"):
+        raise MpuError(f"on_missing: {config['on_missing']!r} is neither 'end' nor 'leave-out'")
+    return Settings(
+        base=str(config["base"]), state=Path(str(config["state"])).resolve(), owners=owners,
+        rounds=int(config["rounds"]), publish=shlex.split(str(config["publish"])),
+        aggregate=shlex.split(str(config["aggregate"])), poll=float(config["poll"]),
+        patience=float(config["patience"]), limit=float(config["limit"]),
+        leave_out=config["on_missing"] == "leave-out", quorum=max(1, int(config["quorum"])),
+    )  # fmt: skip
+
+
+# Which files, and which pieces of them, go over the network next.
+
+PIECE = 32 << 20  # bytes of files in a message
+MAX_FILES = 1_000  # of a delta: shards of 5 GB
+
+
+def odd_files(sizes: dict[str, int], name: str) -> str:
+    """What is odd about the declared files of a delta that is called ``name``; nothing if they can be one."""
+    if len(sizes) > MAX_FILES:
+        return f"sent {len(sizes):,} files"
+    inside = [file.removeprefix(f"{name}/") for file in sizes if file.startswith(f"{name}/")]
+    if not sizes or (name in sizes and inside):
+        return "sent a file and a folder of one name" if sizes else "sent no delta"
+    other = [file for file in sizes if file != name and not file.startswith(f"{name}/")]
+    other += [file for file in inside if file not in (INDEX_NAME, MANIFEST_NAME) and not SHARD.fullmatch(file)]
+    if other:
+        return f"sent a file of another name, {printable_excerpt(other[0])}"
+    empty = [file for file, size in sizes.items() if size < 1]
+    return f"sent an empty file, {printable_excerpt(empty[0])}" if empty else ""
+
+
+def next_pieces_to_fetch(sizes: dict[str, int], received_sizes: dict[str, int]) -> dict[str, int]:
+    """How many bytes to ask for next of which files: PIECE at most, small files together."""
+    counts: dict[str, int] = {}
+    for file, size in sizes.items():
+        if count := min(size - received_sizes[file], PIECE - sum(counts.values())):
+            counts[file] = count
+    return counts
+
+
+def next_pieces_to_send(missing: dict[Path, int]) -> tuple[list[str], list[int], tuple[bytes, ...]]:
+    """Pieces of the first of ``missing`` files, PIECE bytes at most: small files go together."""
+    names, offsets, data, room = [], [], [], PIECE
+    for path, offset in missing.items():
+        with path.open("rb") as file:
+            file.seek(offset)
+            piece = file.read(room)
+        names.append(path.name)
+        offsets.append(offset)
+        data.append(piece)
+        room -= len(piece)
+        if room <= 0:
+            break
+    return names, offsets, tuple(data)
+
+
+# The rounds.
 
 PARTS = 3  # of a delivery: sending a copy, unlearning on it, and fetching its delta
 TRIES = 2  # a delta that fails its checks is asked for again once, a copy that arrives damaged is sent again once
@@ -105,7 +189,8 @@ class Round:
 
     def name(self, owner: str, copy: Path) -> str:
         """RUN/round_R/copy_K, as in the owner's spool."""
-        return validate_name(f"{self._run_of(owner)}/{self.folder.name}/{copy.name}", COPY)
+        run = (self.folder / owner / "run").read_text().strip()
+        return validate_name(f"{run}/{self.folder.name}/{copy.name}", COPY)
 
     @property
     def left_out(self) -> dict[str, str]:
@@ -219,9 +304,6 @@ class Round:
         (folder / "keys.partial").rename(self.keys(owner))
         say(f"round {self.number}: {counted(len(self.copies(owner)), 'copy', 'copies')} for {owner}")
 
-    def _run_of(self, owner: str) -> str:
-        return (self.folder / owner / "run").read_text().strip()
-
     def _deliver(self, owner: str, copy: Path) -> Job:
         """Send a copy, wait for its delta, fetch and check it.
 
@@ -279,7 +361,11 @@ class Round:
         futile, most, damaged = 0, -1, 0
         while word(reply, "state", STATES) == "arriving":
             self._check_time(name, ends)
-            missing = missing_files(files, table(reply, "sizes", int))
+            sizes = table(reply, "sizes", int)
+            # The files that are not whole yet, and where they go on.
+            missing = {
+                path: sizes.get(file, 0) for file, path in files.items() if sizes.get(file, -1) < path.stat().st_size
+            }
             received_bytes = sum(missing.get(path, path.stat().st_size) for path in files.values())
             futile, most = (0, received_bytes) if received_bytes > most else (futile + 1, most)
             if futile > TRIES:

@@ -43,14 +43,6 @@ Sizes = dict[str, int]
 
 
 @dataclass(frozen=True)
-class File:
-    """What is said of a file before it is sent: bytes, and SHA-256 in hexadecimal."""
-
-    size: int
-    digest: str
-
-
-@dataclass(frozen=True)
 class Spool:
     """One data owner's spool; ``copy`` is RUN/round_R/copy_K throughout. ValueError for a name that is not one."""
 
@@ -187,19 +179,18 @@ class Spool:
 
     def fail(self, copy: str) -> None:
         """Leave the mark of a failure, which says nothing else."""
-        if (
-            self._folder.kind(_failure_path(copy)) == "folder"
-        ):  # moved, not removed: it may be nested as deep as it likes
-            parent, _, name = _failure_path(copy).rpartition("/")
-            self._folder.move(_failure_path(copy), f"{parent}/{random_name(name)}")
-        with self._folder.create(_failure_path(copy)):
+        path = _failure_path(copy)
+        if self._folder.kind(path) == "folder":  # moved, not removed: it may be nested as deep as it likes
+            parent, _, name = path.rpartition("/")
+            self._folder.move(path, f"{parent}/{random_name(name)}")
+        with self._folder.create(path):
             pass
 
-    def delta_files(self, copy: str) -> dict[str, File]:
-        """The files of a delta, relative to its parent."""
-        parent = _delta(copy).rpartition("/")[0]
-        paths = {name: f"{parent}/{name}" for name in self._files_of_delta(copy)}
-        return {name: File(self._folder.size(path), self._digest(path)) for name, path in paths.items()}
+    def delta_files(self, copy: str) -> tuple[list[str], list[int], list[str]]:
+        """The files of a delta: their names, relative to its parent, bytes, and SHA-256 in hexadecimal."""
+        names, parent = self._files_of_delta(copy), _delta(copy).rpartition("/")[0]
+        paths = [f"{parent}/{name}" for name in names]
+        return names, [self._folder.size(path) for path in paths], [self._digest(path) for path in paths]
 
     def read(self, copy: str, name: str, offset: int, count: int) -> bytes:
         """A piece of one of the files that ``made`` names."""

@@ -81,14 +81,6 @@ class Message(Document):
     values: Annotated[list[float | Text | None], Meta(max_length=3)] = msgspec.field(default_factory=list)
     report: TrainingReport | None = None
 
-    @property
-    def failure(self) -> tuple[str, str | None]:
-        """The problem and the hint."""
-        match self.values:
-            case [str(problem), str() | None as hint]:
-                return problem, hint
-        return "failed", None
-
 
 class Answering:
     """The process, started with the first task. ``seconds`` is how long one may take."""
@@ -113,13 +105,15 @@ class Answering:
                 hand_on(message, observer)
         except (EOFError, OSError) as error:
             raise MpuError(f"the process that trained on it ended ({self._end()})") from error
-        except (
-            BaseException
-        ):  # also if it says what it should not: what it says next would be taken for the next copy's
+        except BaseException:
+            # Also if it says what it should not: what it says next would be taken for the next copy's.
             self.stop()
             raise
-        if message.kind == "failed":
-            raise MpuError(*message.failure)
+        match message.kind, message.values:
+            case "failed", [str(problem), str() | None as hint]:
+                raise MpuError(problem, hint)
+            case "failed", _:
+                raise MpuError("failed")
         return message.report
 
     def _receive(self, pipe: Connection, ends: float) -> Message:
@@ -223,7 +217,11 @@ def serve() -> None:
         threading.Thread(target=_end_with_parent, daemon=True).start()
         data, options, checks = pipe.recv()
         if device_of(options.training.device).type == "cpu":  # drivers of accelerators reserve more than there is
-            _limit_memory()
+            # At most what the machine has: beyond that, the system would end a process of its own choice.
+            physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+            _, most = resource.getrlimit(resource.RLIMIT_DATA)
+            limit = physical if most == resource.RLIM_INFINITY else min(physical, most)
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
         sys.stdout = sys.stderr  # results are the parent's to print
         while True:
             task: CopyTask = pipe.recv()  # from the process that started this one
@@ -275,15 +273,6 @@ def _end_with_parent() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _limit_memory() -> None:
-    """At most what the machine has: beyond that, the system would end a process of its own choice."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    _, most = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = physical if most == resource.RLIM_INFINITY else min(physical, most)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, most))
-
-
-DAY = 86_400.0  # seconds
 # what becomes of a copy, in the worker's own file
 BEGUN: Literal["begun"] = "begun"
 ANSWERED: Literal["answered"] = "answered"
@@ -323,9 +312,9 @@ class Watching:
     options: Unlearning
     observer: Observer
     on_delta: Callable[[str, Path, TrainingReport | None], None]
-    most: int | None = None
-    seconds: float = DAY
-    checks: Checks = field(default_factory=Checks)
+    most: int | None
+    seconds: float
+    checks: Checks
     # Copies that failed and could not be marked so: without this they would be trained on again at every look.
     _unmarked: set[str] = field(default_factory=set)
 
@@ -369,7 +358,8 @@ class Watching:
         delta = self._delta(copy)
         arrived = self.work / "arrived" / copy
         try:
-            self._check_allowed(copy)
+            if not delta.exists() and ANSWERED in (answer.state for answer in self._answers(copy)):
+                raise MpuError(f"{copy}: was answered before, and its round is over")
             shutil.rmtree(self.work / "arrived", ignore_errors=True)  # of a copy during which this was stopped
             self.spool.take(copy, arrived)
             if not delta.exists():
@@ -397,13 +387,6 @@ class Watching:
             if copy not in self._unmarked:
                 self.observer.warn(f"{copy}: cannot be marked as failed ({first_line(error)})")
             self._unmarked.add(copy)
-
-    def _check_allowed(self, copy: str) -> None:
-        """Raises MpuError if the copy's round is over."""
-        if self._delta(copy).exists():
-            return  # it may leave again
-        if ANSWERED in (answer.state for answer in self._answers(copy)):
-            raise MpuError(f"{copy}: was answered before, and its round is over")
 
     def _begin(self, copy: str, digest: str) -> None:
         """Count a training before it begins, unless it was begun on the same files and stopped. Raises MpuError if

@@ -248,7 +248,13 @@ class LayerAlignment:
 
     def maps(self) -> dict[str, AxisMap | tuple[AxisMap, ...]]:
         """One map for each axis: the identity for axes of heads that no symmetry changed."""
-        return {**(self._maps_of_heads() if self._by_head else {}), **self._inner_maps, **self._maps}
+        if not self._by_head:
+            return {**self._inner_maps, **self._maps}
+        d = self._sizes["head_dim"]
+        # heads that only moved as a whole
+        heads = {axis: AxisMap(whole_heads(order, d)) for axis, order in self._head_orders.items()}
+        heads |= {OF_AXIS[axis]: heads[axis] for axis in OF_AXIS} | {"head": AxisMap(self._head_orders["query"])}
+        return {**heads, **self._inner_maps, **self._maps}
 
     @singledispatchmethod
     def align(self, symmetry: Symmetry) -> None:
@@ -380,12 +386,6 @@ class LayerAlignment:
         pairs = {axis: self._features(axis) for axis in present}
         return {axis: (ours.view(-1, d, ours.shape[1]), theirs.view(-1, d, theirs.shape[1]))
                 for axis, (ours, theirs) in pairs.items()}  # fmt: skip
-
-    def _maps_of_heads(self) -> dict[str, AxisMap]:
-        """The maps of the axes of attention, as far as only whole heads moved."""
-        maps = {axis: AxisMap(whole_heads(order, self._sizes["head_dim"])) for axis, order in self._head_orders.items()}
-        unsigned = {OF_AXIS[axis]: maps[axis] for axis in OF_AXIS}
-        return maps | unsigned | {"head": AxisMap(self._head_orders["query"])}
 
     def _products_of_heads(self, axes: Sequence[str]) -> torch.Tensor:
         """X Yᵀ for each KV head of the target, (KV heads, d, d), over the heads of all ``axes`` that share it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import torch
@@ -19,20 +19,6 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
 from mpu_cli.files.reader import all_finite
 from mpu_cli.lab.alignment import layer_maps, model_maps, residual_map, undo
-from mpu_cli.lab.audit import (
-    ALL_COPIES,
-    ALL_REFERENCE,
-    ALL_SMALLEST,
-    ALL_UNKNOWN,
-    ATTACKS,
-    ONE_COPY,
-    ONE_COPY_REFERENCE,
-    TWO_COPIES,
-    AttackError,
-    Audit,
-    Recovered,
-    estimates,
-)
 from mpu_cli.model.layout import Layout, TensorLayout
 from mpu_cli.model.sampling import AxisMap, Maps
 from mpu_cli.model.shallow import shallow
@@ -40,6 +26,203 @@ from mpu_cli.model.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.protocol.noise import SCHEMES, Extrapolated, Scheme, given_factors
 from mpu_cli.protocol.publication import matching
+
+# How an attacker estimates a change hidden in noise, better than by taking it as it is.
+#
+# d = v + n is what a recovered model has on top of what is public, n white noise. Multiplied by ‖v‖²/(‖v‖² + ‖n‖²),
+# the best factor for a v that nothing is known of, its error is η/√(1 + η²) of v at noise of scale η, where d itself
+# is off by η. If v has low rank, as a change trained with LoRA has, singular values tell it from noise: those within
+# the noise's bulk are dropped, and the others lowered to what v contributes on average (Gavish and Donoho 2017, arXiv
+# 1405.7511).
+
+AS_IT_IS, SCALED, SPECTRAL = "as it is", "scaled down", "singular values"
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+def estimates(recovered: Tensors, public: Tensors, truth: Tensors) -> dict[str, dict[str, torch.Tensor]]:
+    """``recovered`` itself, and what shrinking its difference from ``public`` makes of it, by the name of the method.
+
+    ``truth`` only gives the scale of the noise in each tensor, which an attacker who knows κ computes.
+    """
+    by_method: dict[str, dict[str, torch.Tensor]] = {AS_IT_IS: dict(recovered), SCALED: {}, SPECTRAL: {}}
+    for name, tensor in recovered.items():
+        change = tensor - public[name]
+        noise = float((tensor - truth[name]).double().square().mean().sqrt())
+        size = float(change.double().square().mean())
+        factor = max(0.0, 1 - noise**2 / size) if size else 0.0
+        by_method[SCALED][name] = public[name] + factor * change
+        by_method[SPECTRAL][name] = public[name] + (spectral(change, noise) if change.ndim == 2 else factor * change)
+    return by_method
+
+
+def spectral(x: torch.Tensor, noise: float) -> torch.Tensor:
+    """The matrix behind ``x``, float32 (rows, columns), which has white noise of this scale: singular values shrunk so
+    that the squared error is least."""
+    if not noise:
+        return x
+    wide = x if x.shape[0] <= x.shape[1] else x.T
+    values, vectors = torch.linalg.eigh((wide @ wide.T).double())
+    rows, columns = wide.shape
+    unit = noise * math.sqrt(columns)
+    ratio = rows / columns
+    squares = (values.clamp(min=0) / unit**2).clamp(min=1e-30)  # of singular values, in units of the noise's
+    inside = (squares - ratio - 1) ** 2 - 4 * ratio
+    factors = torch.where(squares > (1 + math.sqrt(ratio)) ** 2, inside.clamp(min=0).sqrt() / squares, 0.0)
+    vectors = vectors.to(x.dtype)
+    shrunk = vectors @ (factors.to(x.dtype)[:, None] * (vectors.T @ wide))
+    return shrunk if wide is x else shrunk.T
+
+
+# The attacks by name, and what they recovered.
+
+# relative error of the task vector, or without a pretrained model of the weights, that is a recovery
+RECOVERY_ERROR = 0.1
+
+
+@dataclass(frozen=True)
+class AttackError:
+    """One way to recover the weights.
+
+    ``several``: needs more than one copy; ``reference``: uses the public reference; ``one_draw``: works only on copies
+    at multiples of one draw of the noise, of which there are more than two; ``believes``: removes the noise as the
+    attacker believes it to be.
+    """
+
+    name: str
+    description: str
+    several: bool = False
+    reference: bool = False
+    one_draw: bool = False
+    believes: bool = False
+
+
+ONE_COPY = AttackError("one copy", "one copy, no reference: only the noise hides the weights")
+ONE_COPY_REFERENCE = AttackError("one copy, reference", "one copy, aligned to the public reference", reference=True)
+TWO_COPIES = AttackError(
+    "two copies",
+    "two of the copies, aligned and extrapolated to zero noise: they hold multiples of one draw",
+    several=True, one_draw=True, believes=True,
+)  # fmt: skip
+ALL_COPIES = AttackError(
+    "all copies", "all copies aligned to the first, averaged so that the noise cancels", several=True, believes=True
+)
+ALL_SMALLEST = AttackError(
+    "all copies, smallest",
+    "the same, with the weights that make the average smallest (factors unknown, no reference)",
+    several=True,
+)
+ALL_REFERENCE = AttackError(
+    "all copies, reference",
+    "all copies aligned to the reference, averaged so that the noise cancels",
+    several=True, reference=True, believes=True,
+)  # fmt: skip
+ALL_UNKNOWN = AttackError(
+    "all copies, factors unknown",
+    "all copies aligned to the reference, weighted to bring the average nearest to it",
+    several=True, reference=True,
+)  # fmt: skip
+ATTACKS = {
+    attack.name: attack
+    for attack in (
+        ONE_COPY, ONE_COPY_REFERENCE, TWO_COPIES, ALL_COPIES, ALL_SMALLEST, ALL_REFERENCE, ALL_UNKNOWN,
+    )
+}  # fmt: skip
+
+
+@dataclass
+class Recovered:
+    """What one attack recovered: squared errors by method of estimating the change and block.
+
+    ``function``: up to the symmetries, under which the model computes the same function; ``task``: as recovered, in
+    the reference's coordinates, if the attack ends up in them.
+    """
+
+    function: dict[str, dict[str, float]] = field(default_factory=dict)
+    task: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Errors by attack and block; ``task`` and ``weights`` are the squared norms that they are relative to, by block;
+    ``unmoved`` is the share of weights that are unchanged in a copy, by block."""
+
+    attacks: dict[str, Recovered]
+    task: dict[str, float]
+    weights: dict[str, float]
+    unmoved: dict[str, float]
+    with_reference: bool
+
+    def method(self, attack: str) -> str:
+        """The method of estimating the change with which the attack's error is smallest in total."""
+        errors = self.attacks[attack].function
+        return min(errors, key=lambda method: math.fsum(errors[method].values()))
+
+    def function_error(self, attack: str, block: str | None = None) -> float:
+        """Error relative to the weights, up to symmetries, in total or for one block, with the best method."""
+        return self._ratio(self.attacks[attack].function[self.method(attack)], self.weights, block)
+
+    def plain_error(self, attack: str) -> float:
+        """``function_error`` in total of what was recovered, as it is."""
+        return self._ratio(self.attacks[attack].function[AS_IT_IS], self.weights, None)
+
+    def change_error(self, attack: str) -> float:
+        """``function_error`` in total, relative to the task vector (to the weights if there is no reference)."""
+        return self._ratio(self.attacks[attack].function[self.method(attack)], self.task, None)
+
+    def task_error(self, attack: str, block: str | None = None) -> float | None:
+        """Error relative to the task vector, in the reference's coordinates, with the method that makes it smallest;
+        None if the attack ends up in others."""
+        errors = self.attacks[attack].task
+        if not errors:
+            return None
+        return self._ratio(
+            min(errors.values(), key=lambda block_errors: math.fsum(block_errors.values())), self.task, block
+        )
+
+    @property
+    def best(self) -> str:
+        """The attack that comes nearest to the weights."""
+        return min(self.attacks, key=self.function_error)
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: whether the best attack recovered what fine-tuning changed; or, without a reference, all."""
+        off, share = self.function_error(self.best), self.change_error(self.best)
+        attack = f"the best of these attacks, {ATTACKS[self.best].description},"
+        if not self.with_reference:
+            outcome = "recovered" if share < RECOVERY_ERROR else "not recovered"
+            return f"{outcome}: {attack} is off by {off:.2%} of the weights"
+        # Relative errors of 1 and more are those of the public model itself, which knows nothing of the change.
+        how_much = "recovered" if share < RECOVERY_ERROR else "in part recovered" if share < 1 else "not recovered"
+        return (
+            f"{how_much}: {attack} gives {max(0.0, 1 - share):.0%} of what fine-tuning changed (it is off by "
+            f"{share:.2%} of that, and by {off:.2%} of the weights)"
+        )
+
+    def document(self) -> dict[str, object]:
+        """Everything that was measured, for JSON."""
+        return {
+            name: {
+                "weights": self.function_error(name),
+                "task_vector": self.task_error(name),
+                "of_change": self.change_error(name),
+                "method": self.method(name),
+                "blocks": {
+                    block: {"weights": self.function_error(name, block), "task_vector": self.task_error(name, block)}
+                    for block in self.weights
+                },
+            }
+            for name, recovered in self.attacks.items()
+        }
+
+    def _ratio(self, errors: Mapping[str, float], norms: Mapping[str, float], block: str | None) -> float:
+        blocks = [block] if block else list(norms)
+        total = math.fsum(norms[b] for b in blocks)
+        return math.sqrt(math.fsum(errors[b] for b in blocks) / total) if total else math.nan
+
+
+# The attacks, block by block.
 
 FAST = 3  # layers that --fast examines: the first, the middle, the last
 
@@ -52,39 +235,35 @@ def audit(
     noise: Scheme,
     symmetries: str,
     fast: bool,
-    publications: Sequence[object] | None = None,
+    publications: Sequence[object],
+    omitted: tuple[int, ...],
     observer: Observer = SILENT,
 ) -> Audit:
     """Attack ``copies`` of ``base``, block by block, in float32.
 
     ``noise``, with a factor for each of ``copies``, and ``symmetries`` are what the attacker assumes; ``publications``
-    says which each copy is of, where they are of several: noise cancels within each and is averaged over them. For
-    layers that the copies lack the reference is the best guess, or zeros; unless ``fast``, they count. Raises MpuError
-    if a model's shapes differ from the base's, UsageError if there is not one factor per copy.
+    says which each copy is of, where they are of several: noise cancels within each and is averaged over them. For the
+    layers that the copies lack, ``omitted``, the reference is the best guess, or zeros; unless ``fast``, they count.
+    Raises MpuError if a model's shapes differ from the base's, UsageError if there is not one factor per copy.
     """
-    full_base, public, omitted = base, reference, _omitted_layers(copies)
+    full_base, public = base, reference
     base, reference = shallow(base, omitted), shallow(reference, omitted) if reference else None
     if noise.copies != len(copies):
         raise UsageError(f"{noise.copies} noise factors for {len(copies)} copies", "give one for each copy")
     layout = base.layout
-    attacker = _Attacker(layout, copies, base, reference, noise, symmetries, publications or [0] * len(copies))
-    blocks = _blocks_to_audit(layout, fast)
+    attacker = _Attacker(layout, copies, base, reference, noise, symmetries, publications)
+    blocks = [block for block, tensors in layout.blocks.items() if not any(t.constant for t in tensors)]
+    if fast:
+        layers = [block for block in blocks if layout.blocks[block][0].layer is not None]
+        sampled = {layers[round(i * (len(layers) - 1) / (FAST - 1))] for i in range(FAST)}
+        blocks = [block for block in blocks if block not in layers or block in sampled]
     observer.stage("audit", base.checkpoint.nbytes)
     for block in blocks:
         attacker.block(block, layout.blocks[block])
         observer.advance(sum(base.checkpoint.tensors[t.name].nbytes for t in layout.blocks[block]))
     if not fast:
         attacker.unseen(full_base, public, omitted)
-    return Audit(attacker.attacks, attacker.task, attacker.weights, attacker.unmoved, reference is not None)
-
-
-def _omitted_layers(copies: Sequence[Model]) -> tuple[int, ...]:
-    """The layers that the copies say they lack. Raises MpuError if they do not agree."""
-    manifests = [read_copy_manifest(copy.folder, copy.checkpoint.metadata) for copy in copies]
-    omitted = {manifest.omitted_layers if manifest else () for manifest in manifests}
-    if len(omitted) > 1:
-        raise MpuError(f"{copies[0].source}: the copies lack different layers", "audit those of one publication")
-    return omitted.pop() if omitted else ()
+    return attacker.audit
 
 
 def _matched(model: Model, base: Model) -> dict[str, torch.Tensor]:
@@ -93,15 +272,6 @@ def _matched(model: Model, base: Model) -> dict[str, torch.Tensor]:
         return matching(base, model) or {}
     except MpuError as error:
         raise MpuError(f"{model.source}: tensors or shapes do not match the base") from error
-
-
-def _blocks_to_audit(layout: Layout, fast: bool) -> list[str]:
-    blocks = [block for block, tensors in layout.blocks.items() if not any(t.constant for t in tensors)]
-    if not fast:
-        return blocks
-    layers = [block for block in blocks if layout.blocks[block][0].layer is not None]
-    sampled = {layers[round(i * (len(layers) - 1) / (FAST - 1))] for i in range(FAST)}
-    return [block for block in blocks if block not in layers or block in sampled]
 
 
 def _weights(noise: Scheme, publications: Sequence[object]) -> torch.Tensor:
@@ -125,15 +295,11 @@ class _Attacker:
         self._noise = noise
         self._several = len(set(publications)) > 1
         self._weights_of_copies = _weights(noise, publications)
-        self.attacks = {name: Recovered() for name in self._names()}
-        self.task: dict[str, float] = {}
-        self.weights: dict[str, float] = {}
-        self.unmoved: dict[str, float] = {}
+        self.audit = Audit({name: Recovered() for name in self._names()}, {}, {}, {}, reference is not None)
         self._outer_maps: dict[tuple[int, int, str], dict[str, AxisMap]] = {}
+        # Over all blocks so far: they share the factors.
         self._own_gram = torch.zeros(len(copies), len(copies), dtype=torch.float64)
-        self._gram = torch.zeros(
-            len(copies), len(copies), dtype=torch.float64
-        )  # over all blocks so far: they share the factors
+        self._gram = torch.zeros(len(copies), len(copies), dtype=torch.float64)
 
     def _names(self) -> list[str]:
         copies = len(self._copies)
@@ -180,10 +346,11 @@ class _Attacker:
         truth = self._tensors(self._base, tensors)
         copies = [self._tensors(copy, tensors) for copy in self._copies]
         public = self._tensors(self._reference, tensors) if self._reference else None
-        self.weights[block] = _square(truth)
-        self.task[block] = _square({n: w - public[n] for n, w in truth.items()}) if public else self.weights[block]
+        audit = self.audit
+        audit.weights[block] = _square(truth)
+        audit.task[block] = _square({n: w - public[n] for n, w in truth.items()}) if public else audit.weights[block]
         count = sum(w.numel() for w in truth.values())
-        self.unmoved[block] = sum(float((copies[0][n] == w).sum()) for n, w in truth.items()) / count
+        audit.unmoved[block] = sum(float((copies[0][n] == w).sum()) for n, w in truth.items()) / count
         together = None
         if len(copies) > 1:
             first_copy = self._copies[0]
@@ -192,7 +359,7 @@ class _Attacker:
                 for model, copy in zip(self._copies[1:], copies[1:], strict=True)
             ]
             together = self._mean(lined, self._weights_of_copies)
-            if TWO_COPIES.name in self.attacks:
+            if TWO_COPIES.name in audit.attacks:
                 pair = self._mean(lined[:2], Extrapolated(self._noise.factors[:2]).fitted_weights)
                 self._score(TWO_COPIES, block, tensors, first_copy, pair, truth)
             self._own_gram += differences(lined, {name: torch.zeros(()) for name in truth})
@@ -219,7 +386,7 @@ class _Attacker:
 
     def unseen(self, base: Model, reference: Model | None, omitted: Sequence[int]) -> None:
         """Count the layers that the copies lack."""
-        layout = base.layout
+        layout, audit = base.layout, self.audit
         of_reference = _matched(reference, base) if reference else {}
         for block, tensors in layout.blocks.items():
             if tensors[0].layer not in omitted:
@@ -227,12 +394,12 @@ class _Attacker:
             truth = {t.name: base.checkpoint.tensor(t.name).float() for t in tensors if not t.constant}
             public = {name: of_reference[name].float() for name in truth} if reference else {}
             name = f"{block} (left out)"  # the copies' own blocks are numbered without it
-            self.weights[name] = _square(truth)
-            self.task[name] = _square({n: w - public[n] for n, w in truth.items()}) if public else self.weights[name]
-            self.unmoved[name] = 0.0
-            for attack, recovered in self.attacks.items():
+            audit.weights[name] = _square(truth)
+            audit.task[name] = _square({n: w - public[n] for n, w in truth.items()}) if public else audit.weights[name]
+            audit.unmoved[name] = 0.0
+            for attack, recovered in audit.attacks.items():
                 for errors in (*recovered.function.values(), *recovered.task.values()):
-                    errors[name] = (self.task if ATTACKS[attack].reference else self.weights)[name]
+                    errors[name] = (audit.task if ATTACKS[attack].reference else audit.weights)[name]
 
     def _mean(self, lined: Sequence[Mapping[str, torch.Tensor]], weights: torch.Tensor) -> dict[str, torch.Tensor]:
         rates = weights.tolist()
@@ -247,7 +414,7 @@ class _Attacker:
     ) -> None:  # fmt: skip
         """Add the errors of ``estimate``, in the coordinates of ``whose``: the first copy, or the reference. What the
         attacker has besides is the reference, or nothing."""
-        recovered = self.attacks[attack.name]
+        recovered = self.audit.attacks[attack.name]
         first_copy = self._copies[0]
         outer = self._outer(first_copy, self._base, "every")
         public = {name: torch.zeros_like(weights) for name, weights in truth.items()}
@@ -268,10 +435,8 @@ class _Attacker:
             recovered.function.setdefault(method, {})[block] = min(_distance(candidate, truth), unmoved)
 
 
-def after_undoing(undone: AxisMap | None, other: AxisMap) -> AxisMap:
-    """one⁻¹ ∘ other, for maps without rotations; None is the identity."""
-    if undone is None:
-        return other
+def after_undoing(undone: AxisMap, other: AxisMap) -> AxisMap:
+    """undone⁻¹ ∘ other, for maps without rotations."""
     order = torch.empty_like(other.order)
     order[undone.order] = other.order
     signs = torch.ones(len(order))
@@ -349,15 +514,21 @@ def audit_as_believed(
     """
     models = list(copies)
     manifests = [read_copy_manifest(model.folder, model.checkpoint.metadata) for model in models]
-    _check_different(manifests)
+    copy_ids = [manifest.copy_id for manifest in manifests if manifest is not None]
+    if len(set(copy_ids)) < len(copy_ids):
+        raise UsageError("the same copy is given twice")
     publications = _publications(manifests)
     if len(set(publications)) > 1 and (alphas or nodes):
         raise UsageError("--alphas and --nodes: are those of one publication", "leave them out, or audit one at a time")
-    attempts = []
     schemes = _believed_noise(manifests, noise, alphas, nodes)
+    lacking = {manifest.omitted_layers if manifest else () for manifest in manifests}
+    if len(lacking) > 1:
+        raise MpuError(f"{models[0].source}: the copies lack different layers", "audit those of one publication")
+    [omitted] = lacking
+    attempts = []
     for believed, scheme in product(_believed_symmetries(manifests, symmetries), schemes):
         result = audit(models, base, reference, noise=scheme, symmetries=believed, fast=fast,
-                      publications=publications, observer=observer)  # fmt: skip
+                      publications=publications, omitted=omitted, observer=observer)  # fmt: skip
         if reference and not sum(result.task.values()):
             raise UsageError(f"--pretrained {reference.source}: has the same weights as --base", "leave it out")
         explained = min((result.plain_error(name) for name in result.attacks if ATTACKS[name].believes), default=0.0)
@@ -401,10 +572,3 @@ def _publications(manifests: _Manifests) -> list[object]:
         publications.append((manifest.run, manifest.round, counts[copy_key]))
         counts[copy_key] += 1
     return publications
-
-
-def _check_different(manifests: _Manifests) -> None:
-    """Raise UsageError if a copy is given twice."""
-    copy_manifests = [manifest for manifest in manifests if manifest is not None]
-    if len({manifest.copy_id for manifest in copy_manifests}) < len(copy_manifests):
-        raise UsageError("the same copy is given twice")

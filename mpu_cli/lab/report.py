@@ -50,7 +50,6 @@ PUBLISHED = "published"  # how the mode of what others measured begins
 LITERATURE = "published.jsonl"  # of a sweep's folder: what others measured
 COLLAPSES = "gradascent"  # destroys a model, clean or not: averages over algorithms leave it out, as the paper's do
 REPEATS = ("secret_seed", "seed")  # draws of the noise, orders of the records
-CONFIDENCE = 0.95
 MEANINGLESS = 1000  # percent: clean's value, or what it changed, is next to nothing
 
 Line = Mapping[str, Any]
@@ -298,7 +297,14 @@ def write_report(
         return
     figures = _figures(lines, had, names, repeats)
     if target.suffix == ".pdf":
-        _write_pdf(figures, target, force)
+        from matplotlib.backends.backend_pdf import PdfPages
+
+        if not figures:
+            raise MpuError(f"{target}: the sweep has nothing to draw", "write the tables: --out report.tex")
+        with Transaction(force=force) as transaction, PdfPages(transaction.add(target)) as pages:
+            for heading, figure in figures:
+                figure.suptitle(plain(heading), fontsize=11)
+                pages.savefig(figure)
         return
     parts = [f"<p>{html.escape(_summary(lines, missing))}</p>"]
     for mode, mode_distances in degradation(beside, names).items():
@@ -344,18 +350,6 @@ def _figures(
     for axis in _numeric_axes(lines, repeats):
         figures.append((axis, make_figure([_curves(lines, axis, name, repeats) for name in names], None)))
     return figures
-
-
-def _write_pdf(figures: Sequence[tuple[str, Figure]], target: Path, force: bool) -> None:
-    """A page for each figure. Raises MpuError if there is none."""
-    from matplotlib.backends.backend_pdf import PdfPages
-
-    if not figures:
-        raise MpuError(f"{target}: the sweep has nothing to draw", "write the tables: --out report.tex")
-    with Transaction(force=force) as transaction, PdfPages(transaction.add(target)) as pages:
-        for heading, figure in figures:
-            figure.suptitle(plain(heading), fontsize=11)
-            pages.savefig(figure)
 
 
 def _relearning(lines: Sequence[Line]) -> list[tuple[str, str, Sequence[Mapping[str, Any]]]]:
@@ -560,8 +554,6 @@ def _line(row: Mapping[str, str], metrics: dict[str, float], source: str, bases:
         options = {name: value for name, value in options.items() if name not in ("kappa", "rounds", "epochs")}
     if row.get("benchmark") == "tofu":
         options["forget"] = f"tofu:{row['forget']}"
-    return (
-        {"mode": f"{PUBLISHED}: {label} {mode}", "metrics": metrics}
-        | options
-        | ({"base": matching_bases[0]} if matching_bases else {})
-    )
+    if matching_bases:
+        options["base"] = matching_bases[0]
+    return {"mode": f"{PUBLISHED}: {label} {mode}", "metrics": metrics, **options}

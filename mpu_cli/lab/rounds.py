@@ -22,7 +22,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from importlib.metadata import version
 from pathlib import Path
@@ -33,7 +33,7 @@ from pyrage.x25519 import Identity
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.randomness import new_seed, seed_from_number
-from mpu_cli.files.reader import OPTION, fingerprint, worker_pool
+from mpu_cli.files.reader import OPTION, fingerprint
 from mpu_cli.files.resumption import alone_in, append_line, differences, read_lines, write_atomically
 from mpu_cli.files.sealing import make_identity, read_identities
 from mpu_cli.measuring.cost import cost, examples_of, measure_machine, sets_of
@@ -52,7 +52,6 @@ from mpu_cli.protocol.publication import Publication, settings_of
 from mpu_cli.protocol.publish import Published, Target, plan_publish, publish
 from mpu_cli.protocol.round import Owner, plan_aggregate
 from mpu_cli.protocol.stream import CopySurvival
-from mpu_cli.records.forms import Record
 from mpu_cli.records.read import read_records
 from mpu_cli.subprocesses import run_mpu
 from mpu_cli.training.data import Dataset
@@ -132,6 +131,9 @@ def with_one_rate(experiment: Experiment, data: Dataset) -> Experiment:
 
 # What an experiment's folder says of it: enough to repeat the run, and to tell whether it may be resumed.
 
+# facts that do not decide a run's result: it may be resumed under others
+INDECISIVE = ("hardware", "versions", "without_effect")
+
 
 def begin(folder: Path, facts: Mapping[str, object]) -> None:
     """Make ``folder``, or find the same experiment, interrupted, in it."""
@@ -146,18 +148,14 @@ def begin(folder: Path, facts: Mapping[str, object]) -> None:
             # Nothing was done yet: a mistake may have been corrected.
             write_atomically(document, text)
             return
-        if changed := list(differences(_decisive_facts(before), _decisive_facts(facts))):
+        then, now = ({name: each[name] for name in each if name not in INDECISIVE} for each in (before, facts))
+        if changed := list(differences(then, now)):
             raise MpuError(
                 f"{folder}: holds a different experiment ({', '.join(changed)})", "choose another --out, or remove it"
             )
         return
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(document, text)
-
-
-def _decisive_facts(facts: Mapping[str, object]) -> dict[str, object]:
-    """What of a run's facts decides its result; a run may be resumed under others."""
-    return {name: value for name, value in facts.items() if name not in ("hardware", "versions", "without_effect")}
 
 
 def facts_of(experiment: Experiment, data: Dataset) -> dict[str, object]:
@@ -177,40 +175,33 @@ def facts_of(experiment: Experiment, data: Dataset) -> dict[str, object]:
         "shared_kappa": publication.shared_kappa, "symmetries": publication.symmetries, "omitted": publication.omitted,
     }  # fmt: skip
 
-    def digest(records: Sequence[Record]) -> str:
-        rows = [record.content for record in records]
+    def digest(rows: Sequence[object]) -> str:
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
     sets = {"forget": data.forget, "retain": data.retain}
-    return json.loads(
-        json.dumps(
-            {
-                "mpu": __version__,
-                "experiment": decided,
-                "without_effect": {name: value for name, value in options.items() if name not in decided},
-                "published": published,
-                "base": identity_of(open_model(experiment.base)).fingerprint,
-                "pretrained": identity_of(open_model(pretrained)).fingerprint if pretrained else None,
-                "records": {
-                    name: {"count": len(record_set), "sha256": digest(record_set)} for name, record_set in sets.items()
-                }
-                | {"alternates": hashlib.sha256(json.dumps(list(data.alternates)).encode()).hexdigest()},
-                "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
-                "hardware": {
-                    "machine": platform.machine(),
-                    "threads": torch.get_num_threads(),
-                    "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-                },
-            },
-            default=str,
-        )
-    )
+    records: dict[str, object] = {
+        name: {"count": len(each), "sha256": digest([record.content for record in each])} for name, each in sets.items()
+    }
+    facts = {
+        "mpu": __version__,
+        "experiment": decided,
+        "without_effect": {name: value for name, value in options.items() if name not in decided},
+        "published": published,
+        "base": identity_of(open_model(experiment.base)).fingerprint,
+        "pretrained": identity_of(open_model(pretrained)).fingerprint if pretrained else None,
+        "records": records | {"alternates": digest(list(data.alternates))},
+        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
+        "hardware": {
+            "machine": platform.machine(),
+            "threads": torch.get_num_threads(),
+            "cuda": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        },
+    }
+    return json.loads(json.dumps(facts, default=str))
 
 
 def identity_of(model: Model) -> BaseIdentity:
-    with worker_pool() as pool:
-        digest = fingerprint(model.checkpoint, pool)
-    return BaseIdentity(model.address, str(model.config_path.resolve()), digest)
+    return BaseIdentity(model.address, str(model.config_path.resolve()), fingerprint(model.checkpoint))
 
 
 # One training of a run in processes of its own, started by accelerate's or torch's launcher.
@@ -241,21 +232,6 @@ def launch_unlearning(
         raise MpuError(f"{copy}: {ended.reason}", f"started with --launch {command!r}") from None
 
 
-@dataclass
-class _Log:
-    """Lines of JSON, written as they come; those of a run that was interrupted are read again."""
-
-    path: Path
-    lines: list[dict[str, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.lines = read_lines(self.path, "choose another --out, or remove the folder")
-
-    def add(self, step: str, **facts: object) -> None:
-        self.lines.append({"step": step, **facts})
-        append_line(self.path, self.lines[-1])
-
-
 LOG = "log.jsonl"
 
 
@@ -281,8 +257,9 @@ def run(experiment: Experiment, data: Dataset, folder: Path, observer: Observer 
     played = with_merged_rounds(with_one_rate(experiment, data))
     begin(folder, facts_of(played, data))
     with alone_in(folder, "run", "--out"):
-        rounds = _Rounds(played, data, folder / "server", folder / "client", _Log(folder / LOG), observer)
-        return Outcome(rounds.play(), rounds.log.lines)
+        log = read_lines(folder / LOG, "choose another --out, or remove the folder")  # of a run that was interrupted
+        rounds = _Rounds(played, data, folder / "server", folder / "client", log, observer)
+        return Outcome(rounds.play(), rounds.log)
 
 
 @dataclass
@@ -293,8 +270,12 @@ class _Rounds:
     data: Dataset
     server: Path
     client: Path
-    log: _Log
+    log: list[dict[str, Any]]
     observer: Observer
+
+    def add_to_log(self, step: str, **facts: object) -> None:
+        self.log.append({"step": step, **facts})
+        append_line(self.server.parent / LOG, self.log[-1])
 
     @property
     def count(self) -> int:
@@ -326,7 +307,7 @@ class _Rounds:
         done = [number for number in range(1, self.count + 1) if self.model(number).exists()]
         model = str(self.model(done[-1])) if done else self.experiment.base
         for number in range(done[-1] if done else 1, self.count + 1):
-            if self.log.lines and self.log.lines[-1]["step"] == "stop":
+            if self.log and self.log[-1]["step"] == "stop":
                 break
             if not self.model(number).exists():
                 _Round(self, number, model).play()
@@ -350,13 +331,13 @@ class _Rounds:
         Raises MpuError if those of the first one do.
         """
         least = self.experiment.min_cosine
-        entry = next(line for line in reversed(self.log.lines) if line["step"] == "aggregate")
+        entry = next(line for line in reversed(self.log) if line["step"] == "aggregate")
         if least is None or entry["round"] != number or not entry["smallest_pairwise_cosine"] < least:
             return False
         reason = f"cosine between copies {entry['smallest_pairwise_cosine']:.3f}, below --min-cosine {least:g}"
         if number == 1:
             raise MpuError(f"round 1: {reason}", "lower --kappa or --lr, or use --optim adamw-blockwise")
-        self.log.add("stop", round=number, smallest_pairwise_cosine=entry["smallest_pairwise_cosine"])
+        self.add_to_log("stop", round=number, smallest_pairwise_cosine=entry["smallest_pairwise_cosine"])
         self.observer.note(f"round {number}: {reason}; the result is that of round {number - 1}")
         return True
 
@@ -370,7 +351,8 @@ class _Round:
         self.observer = Within(rounds.observer, f"round {number} of {rounds.count}")
 
     def play(self) -> None:
-        for k in range(1, self._copies + 1):
+        copies = publication_in(self.experiment, seed=bytes(32)).copies
+        for k in range(1, copies + 1):
             delta, copy = self.server / "deltas" / f"copy_{k}.safetensors", self.client / f"copy_{k}"
             if not delta.exists():
                 # A copy is made when its turn comes, so that only one is on disk at a time.
@@ -402,14 +384,10 @@ class _Round:
         self.client.mkdir(parents=True, exist_ok=True)
         os.replace(copy, self.client / copy.name)  # all that goes from the server to the client
         outbox.rmdir()
-        self.rounds.log.add(
+        self.rounds.add_to_log(
             "publish", round=self.number, copy=k, seconds=round(time.monotonic() - started, 3),
             bytes=open_model(str(self.client / copy.name)).checkpoint.nbytes, **_survival(published),
         )  # fmt: skip
-
-    @property
-    def _copies(self) -> int:
-        return publication_in(self.experiment, seed=bytes(32)).copies
 
     def _publication(self) -> Publication:
         """This round's publication, the same for each of its copies."""
@@ -419,9 +397,8 @@ class _Round:
             keys = self._keys()
             seed, name = keys.publication.seed, keys.run
         elif (first_keys_path := self.rounds.server / "round_1" / "keys.bin").exists():
-            name = unseal(
-                first_keys_path, self.rounds.identities
-            ).run  # one run is a whole request, however many rounds it has
+            # One run is a whole request, however many rounds it has.
+            name = unseal(first_keys_path, self.rounds.identities).run
         return publication_in(self.experiment, seed=seed, run=name, number=self.number)
 
     def _keys(self) -> Keys:
@@ -431,11 +408,8 @@ class _Round:
         target = self.client / "deltas" / f"copy_{k}.safetensors"
         unlearning = self.experiment.unlearning
         reference_file = None
-        if (
-            self.experiment.loss_reference == "original"
-            and self.rounds.count > 1
-            and refers_back(check_options(unlearning))
-        ):
+        keeps_reference = self.experiment.loss_reference == "original" and self.rounds.count > 1
+        if keeps_reference and refers_back(check_options(unlearning)):
             reference_file = self.rounds.references / f"copy_{k}.safetensors"
         started = time.monotonic()
         if self.experiment.launch:
@@ -459,7 +433,7 @@ class _Round:
         for warning in report["warnings"]:
             self.observer.warn(f"copy {k}: {warning}")
         steps = report["steps"]
-        self.rounds.log.add(
+        self.rounds.add_to_log(
             "unlearn", round=self.number, copy=k, steps=len(steps), norm=report["norm"],
             **({"first": steps[0], "last": steps[-1]} if steps else {}),
             **({"privacy": report["privacy"]} if report["privacy"] else {}),
@@ -481,7 +455,7 @@ class _Round:
         result = aggregate(plan, observer=self.observer)
         estimate = None if math.isnan(result.error.relative) else result.error.relative
         chosen = {"server_lr": result.step.chosen} if result.step else {}
-        self.rounds.log.add(
+        self.rounds.add_to_log(
             "aggregate", round=self.number, norms=result.norms, cosines=result.cosines,
             smallest_pairwise_cosine=result.pairwise, norm=result.norm, lost_to_rounding=result.rounding,
             error_estimate=estimate, **chosen, seconds=round(time.monotonic() - started, 3),
@@ -519,36 +493,27 @@ class ExperimentCost:
 
 def costs_of(experiments: Sequence[Experiment]) -> list[ExperimentCost | None]:
     """What each experiment costs; None if its model or records are not on this machine."""
-    costs: list[ExperimentCost | None] = []
-    read: dict[tuple[str, str, RecordFormat], int] = {}
-    for experiment in experiments:
+    read: dict[tuple[str, str, RecordFormat], int] = {}  # tokens of records, which experiments share
+
+    def cost_of(experiment: Experiment) -> ExperimentCost | None:
         played = with_merged_rounds(experiment)
-        published = publication_in(played, seed=bytes(32))
-        options = played.unlearning
+        published, options = publication_in(played, seed=bytes(32)), played.unlearning
         where = (played.base, options.records.forget, options.records.reading)
         if not Path(played.base).exists():
-            costs.append(None)
-            continue
+            return None
         try:
             model = shallow(open_model(played.base), published.omitted)
             if where not in read:
                 examples = examples_of(model, options.records.forget, options.records.reading)
                 read[where] = sum(len(example.ids) for example in examples)
         except MpuError:
-            costs.append(None)
-            continue
-        precision = with_precision(options.training, model).precision
+            return None
         round_cost = cost(
-            model, measure_machine(precision), copies=published.copies, options=options,
-            tokens=int(sets_of(options) * epochs_of(options) * read[where]),
+            model, measure_machine(with_precision(options.training, model).precision), copies=published.copies,
+            options=options, tokens=int(sets_of(options) * epochs_of(options) * read[where]),
         )  # fmt: skip
-        rounds = rounds_of(played)
-        assert round_cost.training_seconds is not None
-        costs.append(
-            ExperimentCost(
-                rounds * round_cost.published,
-                rounds * round_cost.returned,
-                rounds * round_cost.training_seconds / 3600,
-            )
-        )
-    return costs
+        rounds, seconds = rounds_of(played), round_cost.training_seconds
+        assert seconds is not None
+        return ExperimentCost(rounds * round_cost.published, rounds * round_cost.returned, rounds * seconds / 3600)
+
+    return [cost_of(experiment) for experiment in experiments]

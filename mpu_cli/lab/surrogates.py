@@ -78,7 +78,10 @@ def plan_surrogate(forget: str, options: Surrogates, observer: Observer = SILENT
     if release.term_column:
         named = read_records(forget, options.reading, unit=release.term_column, observer=observer)
         names = [_checked_name(record) for record in named]
-    prompts = [*(_read_prompts(options.prompts) if options.prompts else PROMPTS), *_public_prompts(options)]
+    prompts = [*(_read_prompts(options.prompts) if options.prompts else PROMPTS)]
+    public = read_records(options.public, options.reading) if options.public else []
+    # The questions of public records with PLACEHOLDER in place of names, each once.
+    prompts += dict.fromkeys(prompt for record in public if (prompt := prompt_of(record, PLACEHOLDER)))
     prompts = _evenly_spaced(prompts, options.prompts_per_term)
     return SurrogatePlan(records, names, prompts, term_mechanism(release), options)
 
@@ -143,12 +146,6 @@ def _checked_name(record: Record) -> str | None:
             "correct the record",
         )
     return name or None
-
-
-def _public_prompts(options: Surrogates) -> list[str]:
-    """The questions of public records with PLACEHOLDER in place of names, each once."""
-    records = read_records(options.public, options.reading) if options.public else []
-    return [*dict.fromkeys(prompt for record in records if (prompt := prompt_of(record, PLACEHOLDER)))]
 
 
 def _evenly_spaced(prompts: Sequence[str], count: int) -> list[str]:

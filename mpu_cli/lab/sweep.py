@@ -26,7 +26,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -68,22 +68,20 @@ class OnThisMachine:
             self._slots.put(slot)
 
     def run(self, arguments: Sequence[str]) -> Ended:
+        import torch
+
         slot = self._slots.get()
         try:
-            return run_mpu(arguments, environment=self._environment(slot))
+            environment = {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // self._count))}
+            if devices := torch.cuda.device_count():
+                allowed = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(",")
+                environment = {"CUDA_VISIBLE_DEVICES": allowed[slot % devices]}
+            return run_mpu(arguments, environment=environment)
         finally:
             self._slots.put(slot)
 
     def stop(self) -> None:
         stop_running()
-
-    def _environment(self, slot: int) -> dict[str, str]:
-        import torch
-
-        if devices := torch.cuda.device_count():
-            allowed = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(devices)))).split(",")
-            return {"CUDA_VISIBLE_DEVICES": allowed[slot % devices]}
-        return {"OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // self._count))}
 
 
 class ThroughSubmitit:
@@ -343,7 +341,6 @@ def sweep(
         if stored_lines.get(cell.name, {}).get("digest") == _digest(cell)
     }
     failed: dict[str, MpuError] = {}
-
     telling = Lock()
 
     def attempt(number: int, cell: Cell) -> None:
@@ -359,11 +356,19 @@ def sweep(
             append_line(results, line)
 
     todo = [(number, cell) for number, cell in enumerate(cells, 1) if cell.name not in done]
-    if jobs:
-        _attempt_at_once(attempt, todo, jobs)
-    else:
+    if not jobs:
         for number, cell in todo:  # in this thread, which Ctrl-C interrupts
             attempt(number, cell)
+    else:
+        with ThreadPoolExecutor(jobs.count) as pool:
+            futures = [pool.submit(attempt, number, cell) for number, cell in todo]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:  # Ctrl-C stops those that run, and no further one begins
+                pool.shutdown(wait=False, cancel_futures=True)
+                jobs.launcher.stop()
+                raise
     return [done[cell.name] for cell in cells if cell.name in done], failed
 
 
@@ -388,25 +393,14 @@ def preview(cells: Sequence[Cell]) -> list[str]:
     return list(warnings)
 
 
-def _attempt_at_once(attempt: Callable[[int, Cell], None], todo: Sequence[tuple[int, Cell]], jobs: Jobs) -> None:
-    """As many cells at a time as ``jobs`` says. Ctrl-C stops those, and no further one begins."""
-    with ThreadPoolExecutor(jobs.count) as pool:
-        futures = [pool.submit(attempt, number, cell) for number, cell in todo]
-        try:
-            for future in futures:
-                future.result()
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            jobs.launcher.stop()
-            raise
-
-
 def play(cell: Cell, folder: Path, observer: Observer = SILENT) -> dict[str, Any]:
     """Run and evaluate one cell in ``folder``; its line of results. Raises MpuError if it fails."""
     cell_observer, experiment = Within(observer, cell.name, notes=False), cell.experiment
     cell = _with_retain_log(cell, folder, cell_observer)
     before = _before(cell, folder, cell_observer)
-    forms = {BEFORE: before} | _retain_forms(cell)
+    forms: dict[str, Mapping[str, Any]] = {BEFORE: before}
+    if log := cell.measuring.retain_log:
+        forms[RETAIN] = read_retain_log(log).metrics
     outcome = run(experiment, read_dataset(experiment.unlearning), folder / cell.name, cell_observer)
     started = time.monotonic()
     forms["after"] = _evaluate(outcome.model, cell, folder / cell.name / "eval.json", cell_observer)
@@ -430,11 +424,6 @@ def _curves(forms: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, o
         if "curve" in metrics.get(RELEARNED, {})
     }
     return {RELEARNING: curves} if curves else {}
-
-
-def _retain_forms(cell: Cell) -> dict[str, Mapping[str, Any]]:
-    log = cell.measuring.retain_log
-    return {RETAIN: read_retain_log(log).metrics} if log else {}
 
 
 def _before(cell: Cell, folder: Path, observer: Observer) -> dict[str, Any]:

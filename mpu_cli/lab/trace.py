@@ -213,8 +213,7 @@ class PublishedNoise:
         values, base = publication.keys.publication, publication.base
         self._noise: Noise = values.noise(range(1, values.copies + 1))
         self._full_names = names_in_base(base, values.omitted)
-        full_layout = base.layout
-        self._permanent_names = values.permanent_names(full_layout)
+        self._permanent_names = values.permanent_names(base.layout)
 
     def keys(self, name: str, scales: Scales) -> list[bytes]:
         """The stream keys for the tensor ``name``: of what cancels, of permanent noise, of the mark."""
@@ -275,7 +274,7 @@ def trace(
         for each in publications:
             identity = (each.base.address, each.keys.base.fingerprint)
             if identity not in checked:
-                check_base(each.base, each.keys, pool)
+                check_base(each.base, each.keys)
                 checked.add(identity)
             omitted = each.keys.publication.omitted
             base = shallow(each.base, omitted)
@@ -432,7 +431,7 @@ def trace_endpoint(
     observer.stage("trace", len(publications) * len(records), "texts")
     with worker_pool() as pool:
         for each in publications:
-            check_base(each.base, each.keys, pool)
+            check_base(each.base, each.keys)
             base = shallow(each.base, each.keys.publication.omitted)
             items = [
                 replace(item, start=1) for item in TrainedEncoder(Encoding(tokenizer_of(each.base))).questions(records)
@@ -440,18 +439,11 @@ def trace_endpoint(
             vocabulary = repr(items)
             if vocabulary not in served:
                 scores = endpoint.score(items, batch_size=TEXTS_PER_REQUEST)
-                served[vocabulary] = [_log_probs(score.log_probs, endpoint) for score in scores]
-            layout = base.layout
-            network = _noisy_network(each, base, layout, pool)
-            gradients = _gradients(network, items, served[vocabulary], layout, observer)
-            results.append(_evidence(each, layout, gradients, pool))
+                served[vocabulary] = [-score.losses for score in scores]  # the log-probabilities of its tokens
+            network = _noisy_network(each, base, base.layout, pool)
+            gradients = _gradients(network, items, served[vocabulary], base.layout, observer)
+            results.append(_evidence(each, base.layout, gradients, pool))
     return Trace(endpoint.url, tuple(results))
-
-
-def _log_probs(log_probs: torch.Tensor | None, endpoint: Endpoint) -> torch.Tensor:
-    if log_probs is None:
-        raise MpuError(f"{endpoint.url}: returns no log-probabilities of prompts")
-    return log_probs
 
 
 def _noisy_network(publication: PublicationKeys, base: Model, layout: Layout, pool: Executor) -> PreTrainedModel:

@@ -10,7 +10,6 @@ import logging
 import tempfile
 import time
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,7 +46,12 @@ def tune(
     Raises UsageError if the algorithm reads no records to keep, or the ranges are empty; MpuError if the model cannot
     be trained.
     """
-    optuna = _optuna()
+    try:
+        import optuna
+    except ImportError as error:
+        raise UsageError("mpu tune needs optuna, which is not installed", "run pip install optuna") from error
+    warnings.filterwarnings("ignore", module="optuna")  # of what later versions will drop
+    optuna.logging.set_verbosity(logging.WARNING)
     if not check_options(options).constants.alpha or not data.retain:
         raise UsageError(
             "a search needs records to keep, to measure what is lost", "use --retain, and an --alpha above 0"
@@ -72,12 +76,8 @@ def tune(
     )
     observer.stage("tune", search.trials, "trials")
     optuna.create_study(direction="maximize", sampler=sampler).optimize(objective, n_trials=search.trials)
-    return best_of(trials), trials
-
-
-def best_of(trials: Sequence[Trial]) -> Trial | None:
-    """The trial in bounds that forgot most."""
-    return max((trial for trial in trials if trial.within), key=lambda trial: trial.forget_rise, default=None)
+    in_bounds = [trial for trial in trials if trial.within]
+    return max(in_bounds, key=lambda trial: trial.forget_rise, default=None), trials
 
 
 def _train(model: Model, data: Dataset, options: Unlearning, search: Tune, lr: float, epochs: int) -> Trial:
@@ -93,13 +93,3 @@ def _train(model: Model, data: Dataset, options: Unlearning, search: Tune, lr: f
     lost = result.after.retain - result.before.retain
     gained = result.after.forget - result.before.forget
     return Trial(lr, epochs, gained, lost, lost <= search.max_rise, time.monotonic() - started)
-
-
-def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError as error:
-        raise UsageError("mpu tune needs optuna, which is not installed", "run pip install optuna") from error
-    warnings.filterwarnings("ignore", module="optuna")  # of what later versions will drop
-    optuna.logging.set_verbosity(logging.WARNING)
-    return optuna

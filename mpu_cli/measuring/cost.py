@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import os
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+import timeit
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
@@ -30,7 +30,7 @@ from mpu_cli.model.source import Model
 from mpu_cli.model.tensors import BYTES, linear_layers
 from mpu_cli.observer import SILENT
 from mpu_cli.options.declare import declared_options, flat, from_flat
-from mpu_cli.options.unlearning import Lora, RecordFormat, Unlearning
+from mpu_cli.options.unlearning import RecordFormat, Unlearning
 from mpu_cli.protocol.stream import BUFFERS
 from mpu_cli.records.encode import Encoding, Example, answer_tokens
 from mpu_cli.records.read import read_records
@@ -119,13 +119,7 @@ def measure_machine(precision: str = "float32") -> Machine:
 
 def _seconds(work: Callable[[], object]) -> list[float]:
     """The seconds that each of a few tries takes, after one that is not counted."""
-    work()
-    seconds = []
-    for _ in range(TRIES):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return seconds
+    return timeit.repeat(work, "import gc; gc.enable()", repeat=1 + TRIES, number=1)[1:]  # as in a training
 
 
 def cost(
@@ -317,7 +311,9 @@ def peak_memory(
     trained = sum(p.numel() for name, p in bare.named_parameters() if name in trained_names)
     width = dtype.itemsize
     if options.lora.lora_rank is not None:
-        trained, width = _factors(bare, options.lora, trained_names), FACTORS
+        shapes = [weight.shape for weight in lora.adapted_parameters(bare, options.lora, trained_names).values()]
+        trained = sum(math.prod(shape[:-2]) * options.lora.rank * sum(shape[-2:]) for shape in shapes)
+        width = FACTORS
         weights += trained * width
     activation_bytes = held_for_backward(bare, dtype, options, work, trained_names)
     vocabulary = bare.get_output_embeddings().weight
@@ -333,12 +329,6 @@ def peak_memory(
         activations=terms * activation_bytes,
         logits=logits,
     )
-
-
-def _factors(model: PreTrainedModel, options: Lora, trained: Collection[str]) -> int:
-    """How many numbers LoRA's factors have."""
-    shapes = [weight.shape for weight in lora.adapted_parameters(model, options, trained).values()]
-    return sum(shape[:-2].numel() * options.rank * (shape[-2] + shape[-1]) for shape in shapes)
 
 
 def held_for_backward(
@@ -370,7 +360,12 @@ def _without_data(bare: PreTrainedModel, dtype: torch.dtype, options: Unlearning
             for layer in linear_layers(model).values():
                 layer.to(torch.bfloat16)
         if options.lora.lora_rank is not None:
-            _adapt(model, options.lora, trained)
+            targets = lora.adapted_parameters(model, options.lora, trained)
+            model.requires_grad_(False)
+            for name, weight in targets.items():
+                if weight.ndim == 2:  # stacks of experts' matrices are left out: they add little to what is kept
+                    module = name.removesuffix(".weight")
+                    model.set_submodule(module, _LowRank(model.get_submodule(module), weight, options.lora.rank))
     return in_precision(model, options.training.precision).train()
 
 
@@ -387,16 +382,6 @@ class _LowRank(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         frozen = self.base(x)
         return frozen + linear(linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype)).to(frozen.dtype)
-
-
-def _adapt(model: PreTrainedModel, options: Lora, trained: Collection[str]) -> None:
-    """LoRA on ``model``, in place; stacks of experts' matrices, which add little to what is kept, are left out."""
-    targets = lora.adapted_parameters(model, options, trained)
-    model.requires_grad_(False)
-    for name, weight in targets.items():
-        if weight.ndim == 2:
-            module_name = name.removesuffix(".weight")
-            model.set_submodule(module_name, _LowRank(model.get_submodule(module_name), weight, options.rank))
 
 
 def by_formula(config: PretrainedConfig, work: Work, dtype: torch.dtype) -> int:

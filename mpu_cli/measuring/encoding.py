@@ -169,7 +169,10 @@ class OpenUnlearningEncoder:
     def _chat(self, records: Sequence[Record], *, answered: bool) -> list[list[int]]:
         if not records:
             return []
-        dialogues = [self._messages(record, answered) for record in records]
+        system_prompt = self.encoding.system_prompt
+        system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        turns_of = [(*record.turns, record.answer_turn) if answered else record.turns for record in records]
+        dialogues = [[*system, *(turn.message for turn in turns)] for turns in turns_of]
         try:
             tokenizer = self.encoding.tokenizer
             variables = {**template_date(tokenizer, self.encoding.date), **self.encoding.variables}
@@ -178,16 +181,7 @@ class OpenUnlearningEncoder:
             raise tokens.rejection(error) from error
         return _all(outcomes, [record.location for record in records])
 
-    def _messages(self, record: Record, answered: bool) -> list[dict[str, object]]:
-        messages = [turn.message for turn in record.turns]
-        if answered:
-            messages.append(record.answer_turn.message)
-        system_prompt = self.encoding.system_prompt
-        return [{"role": "system", "content": system_prompt}, *messages] if system_prompt else messages
-
     def _plain(self, records: Sequence[Record], *, answered: bool) -> list[list[int]]:
-        if not records:
-            return []
         texts = []
         for record in records:
             *earlier, last = record.turns

@@ -109,12 +109,9 @@ class Endpoint:
 
     def scores_of(self, item: Item, choice: dict[str, Any]) -> TokenScores:
         """The scores of an item's tokens in one choice of a reply. Raises MpuError if it does not hold them."""
-        logprob_fields = choice.get("logprobs")
-        values, tops = (
-            map(logprob_fields.get, ("token_logprobs", "top_logprobs"))
-            if isinstance(logprob_fields, dict)
-            else (None, None)
-        )
+        logprobs = choice.get("logprobs")
+        fields = logprobs if isinstance(logprobs, dict) else {}
+        values, tops = fields.get("token_logprobs"), fields.get("top_logprobs")
         if not isinstance(values, list) or not isinstance(tops, list) or min(len(values), len(tops)) < len(item.ids):
             raise MpuError(
                 f"{self.url}: returns no log-probabilities of prompts (echo and logprobs)",
@@ -279,7 +276,7 @@ def run_tasks(
 #
 # OpenUnlearning's ROUGE, of rouge-score, knows the letters of English and digits only: an answer without any has 0.
 
-ENGLISH = re.compile(r"[a-z0-9]", re.IGNORECASE)
+ENGLISH = re.compile(r"[a-z0-9]", re.IGNORECASE)  # without a match, rouge-score's own tokenizer finds no word
 # A sign of its own in scripts that put no spaces between words, and any other visible sign that is no punctuation.
 _WORDS = regex.compile(
     r"[\p{Han}\p{Hiragana}\p{Katakana}\p{Thai}\p{Lao}\p{Khmer}\p{Myanmar}]\p{M}*"
@@ -297,8 +294,3 @@ class AnyScript:
 
     def tokenize(self, text: str) -> list[str]:
         return _WORDS.findall(unicodedata.normalize("NFKC", text).lower())
-
-
-def has_english_words(text: str) -> bool:
-    """Whether rouge-score's own tokenizer finds a word in ``text``."""
-    return ENGLISH.search(text) is not None

@@ -9,31 +9,128 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.boundary import private_umask
+from mpu_cli.files.reader import OPTION, TORCH
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.measuring import relearning as relearning_attacks
-from mpu_cli.measuring.benchmarks.base import SIDES, Benchmark, Split
-from mpu_cli.measuring.encoding import Item, encoder_of
+from mpu_cli.measuring.benchmarks.base import Benchmark, Split
+from mpu_cli.measuring.encoding import Encoder, Item, TrainedEncoder, encoder_of
 from mpu_cli.measuring.endpoint import UNSERVED_METRICS, Endpoint, check_installed, run_tasks
-from mpu_cli.measuring.generation import Shown, reading
-from mpu_cli.measuring.metrics import GRADIENTS, REFERENCE, Metric, MetricResult, attack_key, gradient_norms
+from mpu_cli.measuring.generation import Answer, Shown, answer, reading
+from mpu_cli.measuring.metrics import GRADIENTS, REFERENCE, SIDES, Metric, MetricResult, attack_key, gradient_norms
 from mpu_cli.measuring.results import Findings, Subject, digest_of, facts_of, read_findings
 from mpu_cli.measuring.retain import RetainLog, read_retain_log
-from mpu_cli.measuring.run import Advance, Run, load_subject, loaded_for
 from mpu_cli.measuring.scoring import Scorer
 from mpu_cli.model.device import device_of
-from mpu_cli.model.load import letting_go, limits_of, longest_input
+from mpu_cli.model.load import letting_go, limits_of, load, longest_input, skeleton, tokenizer_of
 from mpu_cli.model.source import TOKENIZER_FILES, Model, open_model
-from mpu_cli.model.staging import open_delta, remark_on_ties
+from mpu_cli.model.staging import add_delta, open_delta, remark_on_ties, with_adapter
 from mpu_cli.model.tensors import check_bitsandbytes
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.records.tokens import decode
+
+# A model at work: what passes over records and attacks on forgetting are carried out with.
+
+Advance = Callable[[float], None]
+
+
+@dataclass
+class Run:
+    """A model at work, with what it reads already encoded. Once ``release`` d, it is loaded again when it is needed."""
+
+    subject: Subject
+    options: Measuring
+    tokenizer: PreTrainedTokenizerBase
+    encoder: Encoder
+    findings: Findings
+    _model: PreTrainedModel | None
+    _reader: Scorer | Endpoint | None = None
+    _has_delta: bool = False  # with its delta
+    _items: dict[tuple[str, str], list] = field(default_factory=dict)
+
+    @property
+    def model(self) -> PreTrainedModel:
+        if self._model is None:
+            self._model, _ = load_subject(self.subject, self.findings.facts)
+        return self._model
+
+    @property
+    def reader(self) -> Scorer | Endpoint:
+        """What scores items: a model in this process, or one that is served."""
+        if self._reader is None:
+            self._reader = self.subject.endpoint or Scorer(self.model, follows_suite=self.follows_suite)
+        return self._reader
+
+    @property
+    def batch_size(self) -> int:
+        return self.options.scoring.batch_size
+
+    @property
+    def follows_suite(self) -> bool:
+        """Whether numbers are computed as OpenUnlearning computes them, its bias included."""
+        return not isinstance(self.encoder, TrainedEncoder)
+
+    def encoded_items(self, split: Split, part: str = "answer") -> list:
+        """The items of ``part`` of every record: an Item each, or a list of them."""
+        if (split.name, part) not in self._items:
+            self._items[split.name, part] = list(split.encode(self.encoder, part, split))
+        return self._items[split.name, part]
+
+    def answer_limit(self, split: Split, items: Sequence[Item]) -> int:
+        """How many tokens a generated answer may have: as many as --max-new-tokens says, or the split's limit."""
+        longest = max((len(item.labels) for item in items), default=0) if split.limit_follows_answers else 0
+        return self.options.scoring.max_new_tokens or max(split.limit, longest)
+
+    def answers(
+        self, split: Split, items: Sequence[Item], drafts: Sequence[list[int]], advance: Advance
+    ) -> list[Answer]:
+        """The greedy answer to each prompt; ``drafts``, its known first tokens, save work where weights are at hand."""
+        limit, endpoint = self.answer_limit(split, items), self.subject.endpoint
+        if endpoint:
+            return endpoint.answer(
+                self.tokenizer, items, limit=limit, stops=split.stops, batch_size=self.batch_size, advance=advance
+            )
+        return answer(
+            self.model, self.tokenizer, items, drafts, limit=limit, stops=split.stops, batch_size=self.batch_size,
+            longest=self.encoder.encoding.limits.longest, advance=advance,
+        )  # fmt: skip
+
+    def losses(self, items: Sequence[Item], advance: Advance = lambda _: None) -> list[float]:
+        """Mean loss per token of each item, in nats."""
+        scores = self.reader.score([], loss_items=items, batch_size=self.batch_size, advance=advance)
+        return [each.loss for each in scores]
+
+    def add_delta(self) -> None:
+        """Add the delta to the weights, if there is one and they are without it."""
+        if self.subject.delta and not self._has_delta:
+            add_delta(self.model, self.subject.model, self.subject.delta)
+            self._has_delta = True
+
+    def release(self) -> None:
+        """Let go of the model, whose weights were changed, or whose room is needed."""
+        self._model, self._reader, self._has_delta = None, None, False
+
+
+def load_subject(subject: Subject, facts: Mapping[str, Any]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model of a measurement with these ``facts``, and its tokenizer; without weights if it is served."""
+    if subject.endpoint:
+        return skeleton(subject.model), tokenizer_of(subject.model)
+    loaded, tokenizer = loaded_for(subject.model, facts)
+    return with_adapter(loaded, subject.adapter) if subject.adapter else loaded, tokenizer
+
+
+def loaded_for(model: Model, facts: Mapping[str, Any]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """``model``, in the dtype, on the device and in as many bits as a measurement with these ``facts`` has it."""
+    options = facts["options"]
+    dtype, device = TORCH[OPTION[options["dtype"]]], str(facts["hardware"]["device"])
+    return load(model, dtype, device, quantize=options.get("quantize"))
+
 
 # The passes over a model that a benchmark's metrics need: what each finds, on which records, and how.
 
@@ -70,49 +167,37 @@ class Pass:
 
 def passes_for(
     needs: Collection[str], benchmark: Benchmark, tasks: Sequence[str], shown_split: Split | None, show: int
-) -> list[Pass]:
+) -> Iterator[Pass]:
     """The passes that find what ``needs`` names, in the order in which they are carried out.
 
     ``tasks`` are the harness's; ``shown_split`` is the split of which ``show`` answers are shown.
     """
-
-    def needed_passes() -> Iterator[Pass]:
-        if shown_split and before_key(show) in needs:
-            yield Pass(
-                (before_key(show),),
-                (shown_split,),
-                partial(_before, shown_split, show),
-                "answers before",
-                show,
-                with_delta=False,
-            )
-        for split in benchmark.splits.values():
-            rows = len(split.rows) if any(key.startswith(f"{split.name}.") for key in needs) else 0
-            if parts := tuple(part for part in SCORED_PARTS if f"{split.name}.{part}" in needs):
-                keys = tuple(f"{split.name}.{part}" for part in parts)
-                moments = split in sides
-                find = partial(_score, split, parts, moments)
-                yield Pass(keys, (split,), find, split.source, rows * len(parts), parts)
-            if f"{split.name}.text" in needs:
-                yield Pass((f"{split.name}.text",), (split,), partial(_say, split), f"{split.source}, answers", rows)
-        if GRADIENTS in needs:
-            yield Pass((GRADIENTS,), sides, partial(_gradients, sides), "gradients", sum(len(s.rows) for s in sides))
-        if tasks:
-            yield Pass((harness_key(tasks),), (), partial(_harness, tasks), "harness", 0)
-        for name in benchmark.attacks:  # those that alter weights are the last of them
-            if (key := attack_key(name)) in needs:
-                attack = relearning_attacks.ATTACKS[name]
-                read = tuple(benchmark.splits[each] for each in attack.reads if each in benchmark.splits)
-                find = partial(_run_attack, key, attack, read)
-                yield Pass((key,), read, find, name, len(read[0].rows), alters=attack.alters)
-        if REFERENCE in needs:  # last, because it takes the model's place
-            count = sum(len(split.rows) for split in sides)
-            find = partial(_reference, sides)
-            yield Pass((REFERENCE,), sides, find, "reference model", count, with_delta=False, alters=True)
-
-    names = SIDES
-    sides = tuple(benchmark.splits[name] for name in names if name in benchmark.splits)
-    return list(needed_passes())
+    sides = tuple(benchmark.splits[name] for name in SIDES if name in benchmark.splits)
+    if shown_split and before_key(show) in needs:
+        find = partial(_before, shown_split, show)
+        yield Pass((before_key(show),), (shown_split,), find, "answers before", show, with_delta=False)
+    for split in benchmark.splits.values():
+        rows = len(split.rows) if any(key.startswith(f"{split.name}.") for key in needs) else 0
+        if parts := tuple(part for part in SCORED_PARTS if f"{split.name}.{part}" in needs):
+            keys = tuple(f"{split.name}.{part}" for part in parts)
+            find = partial(_score, split, parts, split in sides)
+            yield Pass(keys, (split,), find, split.source, rows * len(parts), parts)
+        if f"{split.name}.text" in needs:
+            yield Pass((f"{split.name}.text",), (split,), partial(_say, split), f"{split.source}, answers", rows)
+    if GRADIENTS in needs:
+        yield Pass((GRADIENTS,), sides, partial(_gradients, sides), "gradients", sum(len(s.rows) for s in sides))
+    if tasks:
+        yield Pass((harness_key(tasks),), (), partial(_harness, tasks), "harness", 0)
+    for name in benchmark.attacks:  # those that alter weights are the last of them
+        if (key := attack_key(name)) in needs:
+            attack = relearning_attacks.ATTACKS[name]
+            read = tuple(benchmark.splits[each] for each in attack.reads if each in benchmark.splits)
+            find = partial(_run_attack, key, attack, read)
+            yield Pass((key,), read, find, name, len(read[0].rows), alters=attack.alters)
+    if REFERENCE in needs:  # last, because it takes the model's place
+        count = sum(len(split.rows) for split in sides)
+        find = partial(_reference, sides)
+        yield Pass((REFERENCE,), sides, find, "reference model", count, with_delta=False, alters=True)
 
 
 def carry_out(
@@ -122,7 +207,16 @@ def carry_out(
 
     Raises MpuError, before the first, for records that the model cannot read.
     """
-    run = _open_run(subject, options, findings)
+    model, scored = subject.model, findings.facts["options"]["scored"]
+    loaded, tokenizer = load_subject(subject, findings.facts)
+    template = str(findings.facts["options"]["template"])
+    if template == "chat" and not tokenizer.chat_template:
+        raise MpuError("the model's tokenizer has no chat template", "use --template plain")
+    if not any(path.name in TOKENIZER_FILES for path in model.side_files) or not tokenizer("a b").input_ids:
+        raise MpuError(f"{model.source}: no tokenizer found", "put its tokenizer files next to the weights")
+    encoder = encoder_of(tokenizer, options.prompts, template, limits_of(loaded), scored)
+    run = Run(subject, options, tokenizer, encoder, findings, loaded)
+    del loaded  # or ``run.release()`` would free nothing
     if subject.adapter and (remark := remark_on_ties(run.model)):
         observer.warn(remark)
     observer.stage("evaluate", sum(each.records for each in todo), "records")
@@ -133,55 +227,37 @@ def carry_out(
     splits = {id(split): split for each in todo for split in each.splits}.values()
     for remark in run.encoder.encoding.remarks(sum(len(split.rows) for split in splits)):
         observer.warn(remark)
-    if run.follows_suite and is_masked_by_the_suite(run, todo):
+    if run.follows_suite and (hidden_token := token_hidden_by_the_suite(run, todo)) is not None:
         observer.note(
-            f"OpenUnlearning's own numbers of this model differ: it hides {padding_of(run)[0]!r} from the model "
-            "wherever it stands, because it is also the padding (docs/measuring.md)"
+            f"OpenUnlearning's own numbers of this model differ: it hides {hidden_token!r} from the model wherever it "
+            "stands, because it is also the padding (docs/measuring.md)"
         )
-    scoring = [
-        each for each in todo if {*each.keys} & {f"{s.name}.{part}" for s in each.splits for part in SCORED_PARTS}
-    ]
-    items = (run.encoded_items(split, part) for each in scoring for split in each.splits for part in each.parts)
-    run.reader.prepare([*chain(*map(_flat, items))])
+    to_score = (
+        run.encoded_items(split, part)
+        for each in todo
+        for split in each.splits
+        for part in each.parts
+        if f"{split.name}.{part}" in each.keys
+    )
+    run.reader.prepare([*chain(*map(_flat, to_score))])
     for each in todo:
         if each.with_delta:
             run.add_delta()
-        findings.keep(each.find(run, partial(_advance, observer, each.what)))
+        findings.keep(each.find(run, partial(observer.advance, detail=each.what)))
         if each.alters:
             run.release()
 
 
-def padding_of(run: Run) -> tuple[str | None, int | None]:
-    """The token that OpenUnlearning pads with, and its number: the end of the text, if the tokenizer names none."""
+def token_hidden_by_the_suite(run: Run, todo: Sequence[Pass]) -> str | None:
+    """The token that OpenUnlearning pads with (the end of the text if the tokenizer names none), or None if no prompt
+    holds it. Its collator masks it everywhere, for instance the ends of turns of ChatML if these are the padding."""
     tokenizer = run.tokenizer
-    if tokenizer.pad_token_id is None:
-        return tokenizer.eos_token, tokenizer.eos_token_id
-    return tokenizer.pad_token, tokenizer.pad_token_id
-
-
-def is_masked_by_the_suite(run: Run, todo: Sequence[Pass]) -> bool:
-    """Whether prompts hold the token that is padded with: OpenUnlearning's collator masks it everywhere, for instance
-    the ends of turns of ChatML if these are the padding."""
-    _, pad = padding_of(run)
+    token, number = tokenizer.pad_token, tokenizer.pad_token_id
+    if number is None:
+        token, number = tokenizer.eos_token, tokenizer.eos_token_id
     parts = ((split, part) for each in todo for split in each.splits for part in each.parts)
     items = (item for split, part in parts for item in _flat(run.encoded_items(split, part))[:1])
-    return pad is not None and any(pad in item.ids[: item.start] for item in items)
-
-
-def _advance(observer: Observer, what: str, count: float) -> None:
-    observer.advance(count, what)
-
-
-def _open_run(subject: Subject, options: Measuring, findings: Findings) -> Run:
-    model = subject.model
-    loaded, tokenizer = load_subject(subject, findings.facts)
-    template = str(findings.facts["options"]["template"])
-    if template == "chat" and not tokenizer.chat_template:
-        raise MpuError("the model's tokenizer has no chat template", "use --template plain")
-    if not any(path.name in TOKENIZER_FILES for path in model.side_files) or not tokenizer("a b").input_ids:
-        raise MpuError(f"{model.source}: no tokenizer found", "put its tokenizer files next to the weights")
-    encoder = encoder_of(tokenizer, options.prompts, template, limits_of(loaded), findings.facts["options"]["scored"])
-    return Run(subject, options, tokenizer, encoder, findings, loaded)
+    return token if number is not None and any(number in item.ids[: item.start] for item in items) else None
 
 
 def check_ids(items: Sequence[Item | list[Item]], model: PreTrainedModel, source: str) -> None:
@@ -335,17 +411,7 @@ def choose(benchmark: Benchmark, options: Measuring, served: bool = False) -> di
         selected_names.discard("mia_reference")
     while more := {part for name in selected_names for part in table[name].dependencies} - selected_names:
         selected_names |= more
-    chosen: dict[str, Metric] = {}
-
-    def add(name: str) -> None:
-        for part in table[name].dependencies:
-            add(part)
-        chosen.setdefault(name, table[name])
-
-    for name in table:
-        if name in selected_names:
-            add(name)
-    return chosen
+    return {name: metric for name, metric in table.items() if name in selected_names}
 
 
 @letting_go
@@ -392,7 +458,7 @@ def evaluate(
     if lm_eval:
         check_installed()
         needs.add(harness_key(lm_eval))
-    passes = passes_for(needs, benchmark, lm_eval, shown_split, show)
+    passes = list(passes_for(needs, benchmark, lm_eval, shown_split, show))
     for warning in benchmark.warnings:
         observer.warn(warning)
     used = [split for split in benchmark.splits.values() if any(split in each.splits for each in passes)]
@@ -430,28 +496,23 @@ def evaluate(
         }
         output.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
     unfinished.unlink(missing_ok=True)
-    shown = _answers_to_show(entries, shown_split, show) if shown_split else []
+    shown: list[Shown] = []
+    if shown_split:
+        answers = entries.get(f"{shown_split.name}.text", [])[:show]
+        before = entries.get(before_key(show)) or [{"generation": None}] * show
+        shown = [
+            Shown(record.question, now["ground_truth"], then["generation"], now["generation"])
+            for record, now, then in zip(shown_split.records, answers, before, strict=False)
+        ]
     return Evaluation(out, forms, benchmark.name, log, shown)
 
 
 def _without_texts(form: MetricResult) -> MetricResult:
     """``form`` without what each record's entry holds as text."""
-    by_index = form.get("value_by_index")
-    if not isinstance(by_index, dict):
+    if "value_by_index" not in form:
         return form
     entries = {
         index: {name: value for name, value in entry.items() if not isinstance(value, str)}
-        if isinstance(entry, dict)
-        else entry
-        for index, entry in by_index.items()
+        for index, entry in form["value_by_index"].items()
     }
-    return cast(MetricResult, {**form, "value_by_index": entries})
-
-
-def _answers_to_show(entries: Mapping[str, Any], split: Split, count: int) -> list[Shown]:
-    answers = entries.get(f"{split.name}.text", [])[:count]
-    before = entries.get(before_key(count)) or [{"generation": None}] * count
-    return [
-        Shown(record.question, now["ground_truth"], then["generation"], now["generation"])
-        for record, now, then in zip(split.records, answers, before, strict=False)
-    ]
+    return {**form, "value_by_index": entries}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict
 
@@ -77,29 +76,20 @@ def answer(
     ``drafts`` are the known first tokens of each answer; ``longest`` is how many tokens the model can read in total,
     None for no limit. Batches group prompts of similar length.
     """
-    ends = _end_tokens(model, tokenizer) | {item.end_token for item in items if item.end_token is not None}
-    if _takes_other_tokens(model):
+    ends = _end_tokens(model, tokenizer, items)
+    # A generation config may pick tokens other than the likeliest; OpenUnlearning allows it, and so do we.
+    if set(model.generation_config.to_diff_dict()) - HARMLESS:
         drafts = [[] for _ in items]
     answers: list[list[int]] = [_until_end(draft, ends, limit) for draft in drafts]
     waiting = [i for i, tokens in enumerate(answers) if len(tokens) < limit and not (tokens and tokens[-1] in ends)]
     advance(len(items) - len(waiting))
     waiting.sort(key=lambda i: len(items[i].prompt) + len(answers[i]), reverse=True)
     prompts = {i: [*items[i].prompt, *answers[i]] for i in waiting}
-    rooms = {i: limit if longest is None else longest - len(prompts[i]) for i in waiting}
-    budgets = {i: min(limit - len(answers[i]), rooms[i]) for i in waiting}
-    at_once = _tokens_at_once(model)
-    for batch in _batches(waiting, prompts, budgets, rooms, ROWS_PER_RECORD * batch_size, at_once):
-        most = max(budgets[i] for i in batch)
-        if most < 1:
-            advance(len(batch))
-            continue
-        with memory_in_mind(ADVICE):
-            fresh = _generate(
-                model, tokenizer, [prompts[i] for i in batch], most, stops, [items[i].location for i in batch], ends
-            )
-        for i, tokens in zip(batch, fresh, strict=True):
-            answers[i] = _until_end([*answers[i], *tokens], ends, limit)
-        advance(len(batch))
+    for i, [tokens] in _generate(
+        model, tokenizer, items, prompts, limit=limit, longest=longest, stops=stops, ends=ends, batch_size=batch_size,
+        advance=advance,
+    ):  # fmt: skip
+        answers[i] = _until_end([*answers[i], *tokens], ends, limit)
     return [
         texts_of(tokenizer, item, _text(tokenizer, tokens, item), stops)
         for item, tokens in zip(items, answers, strict=True)
@@ -121,26 +111,19 @@ def sample_answers(
 ) -> list[list[str]]:
     """``count`` answers to each prompt, drawn at temperature 1 from all tokens; the same ones on every call. For the
     rest, see ``answer``."""
-    ends = _end_tokens(model, tokenizer) | {item.end_token for item in items if item.end_token is not None}
+    ends = _end_tokens(model, tokenizer, items)
     ordered = sorted(range(len(items)), key=lambda i: len(items[i].prompt), reverse=True)
     prompts = {i: [*items[i].prompt] for i in ordered}
-    budgets, at_once = dict.fromkeys(ordered, limit), _tokens_at_once(model) // count
-    rooms = {i: limit if longest is None else longest - len(items[i].prompt) for i in ordered}
     answers: dict[int, list[str]] = {}
     device = [model.device] if model.device.type == "cuda" else []
     with torch.random.fork_rng(device):
         torch.manual_seed(0)
-        for batch in _batches(ordered, prompts, budgets, rooms, max(1, ROWS_PER_RECORD * batch_size // count), at_once):
-            most, batch_prompts = min(limit, *(rooms[i] for i in batch)), [prompts[i] for i in batch]
-            with memory_in_mind(ADVICE):
-                fresh = _generate(
-                    model, tokenizer, batch_prompts, most, stops, [items[i].location for i in batch], ends, count
-                )
-            for row, i in enumerate(batch):
-                drawn = fresh[row * count : (row + 1) * count]
-                texts = [_text(tokenizer, _until_end(tokens, ends, limit), items[i]) for tokens in drawn]
-                answers[i] = [texts_of(tokenizer, items[i], text, stops).generation for text in texts]
-            advance(len(batch))
+        for i, drawn in _generate(
+            model, tokenizer, items, prompts, limit=limit, longest=longest, stops=stops, ends=ends,
+            batch_size=batch_size, advance=advance, samples=count,
+        ):  # fmt: skip
+            texts = [_text(tokenizer, _until_end(tokens, ends, limit), items[i]) for tokens in drawn]
+            answers[i] = [texts_of(tokenizer, items[i], text, stops).generation for text in texts]
     return [answers[i] for i in range(len(items))]
 
 
@@ -153,13 +136,12 @@ def _tokens_at_once(model: PreTrainedModel) -> int:
 
 
 def _batches(
-    waiting: Sequence[int], prompts: Mapping[int, Sequence[int]], budgets: Mapping[int, int], rooms: Mapping[int, int],
-    rows: int, tokens: int,
-) -> Iterator[list[int]]:  # fmt: skip
+    prompts: Mapping[int, Sequence[int]], budgets: Mapping[int, int], rooms: Mapping[int, int], rows: int, tokens: int
+) -> Iterator[list[int]]:
     """Batches of at most ``rows`` and ``tokens``, or of one row, in which none needs more new tokens than any other has
     room for."""
     batch: list[int] = []
-    for i in waiting:
+    for i in prompts:
         more = [*batch, i]
         length = max(len(prompts[j]) for j in more) + max(budgets[j] for j in more)
         too_large = len(more) > rows or (batch and length * len(more) > tokens)
@@ -169,12 +151,6 @@ def _batches(
         batch = more
     if batch:
         yield batch
-
-
-def _takes_other_tokens(model: PreTrainedModel) -> bool:
-    """Whether the generation config can pick tokens other than the likeliest; OpenUnlearning allows it, and so do
-    we."""
-    return bool(set(model.generation_config.to_diff_dict()) - HARMLESS)
 
 
 class _Stops(StoppingCriteria):
@@ -203,37 +179,49 @@ class _Numbers(LogitsProcessor):
 
 
 def _generate(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[list[int]],
-    limit: int,
-    stops: Sequence[str],
-    places: Sequence[str],
-    ends: set[int],
-    samples: int | None = None,
-) -> list[list[int]]:
-    """New tokens for each prompt: the greedy ones, or ``samples`` drawn sequences for each."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(p)) + p for p in prompts], device=model.device)
-    mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts], device=model.device)
-    stopping = {"stopping_criteria": [_Stops(tokenizer, stops, longest)]} if stops else {}
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, items: Sequence[Item], prompts: Mapping[int, list[int]],
+    *, limit: int, longest: int | None, stops: Sequence[str], ends: set[int], batch_size: int,
+    advance: Callable[[int], None], samples: int | None = None,
+) -> Iterator[tuple[int, list[list[int]]]]:  # fmt: skip
+    """New tokens for each of ``prompts``, by the number of its item and in this order: the greedy ones, or ``samples``
+    drawn sequences. A prompt is that of the item, perhaps with the first tokens of an answer of ``limit`` tokens."""
     greedy = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
     drawn = {"do_sample": True, "temperature": 1.0, "top_p": 1.0, "top_k": 0}  # from all tokens
     drawing: dict[str, Any] = drawn if samples else greedy
-    row_locations = [location for location in places for _ in range(samples or 1)]
-    generated = model.generate(
-        input_ids=ids, attention_mask=mask, max_new_tokens=limit, num_beams=1, pad_token_id=tokenizer.eos_token_id,
-        return_dict_in_generate=False, stop_strings=None, max_time=None, eos_token_id=sorted(ends) or None,
-        logits_processor=LogitsProcessorList([_Numbers(row_locations)]),
-        num_return_sequences=samples or 1, **drawing, **stopping,
-    )  # fmt: skip
-    return generated[:, longest:].tolist()
+    count = samples or 1
+    rows, at_once = max(1, ROWS_PER_RECORD * batch_size // count), _tokens_at_once(model) // count
+    rooms = {i: limit if longest is None else longest - len(prompt) for i, prompt in prompts.items()}
+    # what is left of the limit after the first tokens, if there is room
+    budgets = {i: min(limit - len(prompt) + len(items[i].prompt), rooms[i]) for i, prompt in prompts.items()}
+    for batch in _batches(prompts, budgets, rooms, rows, at_once):
+        most = max(budgets[i] for i in batch)
+        width = max(len(prompts[i]) for i in batch)
+        padded = [[0] * (width - len(prompts[i])) + prompts[i] for i in batch]
+        mask = [[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in batch]
+        stopping = {"stopping_criteria": [_Stops(tokenizer, stops, width)]} if stops else {}
+        row_locations = [items[i].location for i in batch for _ in range(count)]
+        fresh: list[list[int]] = [[] for _ in row_locations]
+        if most > 0:
+            with memory_in_mind(ADVICE):
+                generated = model.generate(
+                    input_ids=torch.tensor(padded, device=model.device),
+                    attention_mask=torch.tensor(mask, device=model.device),
+                    max_new_tokens=most, num_beams=1, pad_token_id=tokenizer.eos_token_id,
+                    return_dict_in_generate=False, stop_strings=None, max_time=None, eos_token_id=sorted(ends) or None,
+                    logits_processor=LogitsProcessorList([_Numbers(row_locations)]), num_return_sequences=count,
+                    **drawing, **stopping,
+                )  # fmt: skip
+                fresh = generated[:, width:].tolist()
+        for row, i in enumerate(batch):
+            yield i, fresh[row * count : (row + 1) * count]
+        advance(len(batch))
 
 
-def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, items: Sequence[Item]) -> set[int]:
     ends = model.generation_config.eos_token_id
     ends = ends if isinstance(ends, list) else [ends]
-    return {end for end in (*ends, tokenizer.eos_token_id) if end is not None}
+    all_ends = (*ends, tokenizer.eos_token_id, *(item.end_token for item in items))
+    return {end for end in all_ends if end is not None}
 
 
 def _until_end(tokens: list[int], ends: set[int], limit: int) -> list[int]:
@@ -306,25 +294,19 @@ class Respondent:
 
 @letting_go
 def answers_before_and_after(
-    copy: Model, delta: Path, records: Sequence[Record], prompts: ChatTemplate, template: str | None, device: str
+    copy: Model, delta: Path, records: Sequence[Record], prompts: ChatTemplate, device: str
 ) -> list[Shown]:
-    """The answers of ``copy`` to the questions of ``records``, without and with ``delta``.
-
-    Texts are left out. ``template`` is "chat", "plain" or None for the tokenizer's own.
-    """
+    """The answers of ``copy`` to the questions of ``records``, texts left out, without and with ``delta``."""
     questions = [record for record in records if record.turns]
     if not questions:
         return []
-    delta_checkpoint = open_delta(copy, delta)
-    loaded, tokenizer = load(copy, torch.float32, device)
-    encoder = encoder_of(tokenizer, prompts, template, limits_of(loaded), "as trained")
-    items = encoder.questions(questions)
-    ask = partial(answer, loaded, tokenizer, items, [[]] * len(items), limit=SHOWN_TOKENS, batch_size=len(items))
-    before = ask()
-    add_delta(loaded, copy, delta_checkpoint)
+    respondent = Respondent(copy, prompts, device)
+    before = respondent.answers(questions, SHOWN_TOKENS)
+    respondent.add(copy, delta)
+    after = respondent.answers(questions, SHOWN_TOKENS)
     return [
-        Shown(record.question, record.answer, then.generation, now.generation)
-        for record, then, now in zip(questions, before, ask(), strict=True)
+        Shown(record.question, record.answer, then, now)
+        for record, then, now in zip(questions, before, after, strict=True)
     ]
 
 
@@ -364,7 +346,7 @@ def reading(item: Item, scores: TokenScores, text: str) -> AnswerReading:
         "loss": scores.loss,
         "says": scores.likeliest[: right + 1].tolist(),
         "content_loss": float(scores.losses[:count].mean()) if count else scores.loss,
-        "exact_memorization": _share(agreed[:count]),
+        "exact_memorization": float(agreed[:count].double().mean()) if count else 0.0,
         "extraction_strength": _extraction_strength(agreed[:count], least_one=item.content is None),
         "min_k": lowest_mean(scores.log_probs[:count]),
         "compressed": len(zlib.compress(text.encode())),
@@ -373,10 +355,6 @@ def reading(item: Item, scores: TokenScores, text: str) -> AnswerReading:
         deviation = scores.variance.clamp(min=LEAST_VARIANCE).sqrt()
         read["min_k_plus_plus"] = lowest_mean(((scores.log_probs - scores.mean) / deviation)[:count])
     return read
-
-
-def _share(agreed: torch.Tensor) -> float:
-    return float(agreed.double().mean()) if len(agreed) else 0.0
 
 
 def _extraction_strength(agreed: torch.Tensor, *, least_one: bool) -> float:

@@ -29,7 +29,8 @@ from mpu_cli.model.device import memory_in_mind
 UP, DOWN, ZERO, RETAIN = "up", "down", "zero", "retain"
 EPSILON = 1e-10  # OpenUnlearning's guard against division by zero
 CHANCE = 0.5  # AUC of random guessing
-GRADIENTS, REFERENCE = "gradnorm", "reference"  # keys of findings that belong to two splits
+SIDES = ("forget", "holdout")  # the splits that membership inference compares: members and non-members
+GRADIENTS, REFERENCE = "gradnorm", "reference"  # keys of findings that belong to both
 
 Findings = Mapping[str, Any]
 MetricResult = dict[str, Any]  # {"agg_value": …, "value_by_index": {"0": {…}}}, as OpenUnlearning writes a metric
@@ -37,8 +38,8 @@ MetricResult = dict[str, Any]  # {"agg_value": …, "value_by_index": {"0": {…
 
 @dataclass(frozen=True)
 class Metric:
-    """``needs``: keys of Findings; ``dependencies``: metrics made before it; ``make(findings, forms)`` gives its form;
-    ``goal``: where its value should go, one of UP, DOWN, ZERO, RETAIN.
+    """``needs``: keys of Findings; ``dependencies``: metrics that stand before it in its table; ``make(findings,
+    forms)`` gives its form; ``goal``: where its value should go, one of UP, DOWN, ZERO, RETAIN.
 
     ``check`` raises MpuError, before any pass over the model, for a retain log that it cannot be made with; ``says``:
     what it is, for the page of metrics.
@@ -79,8 +80,7 @@ def probability(split: str) -> Metric:
     2401.06121)."""
 
     def make(findings: Findings, _: object) -> MetricResult:
-        losses = [answer["loss"] for answer in findings[f"{split}.answer"]]
-        return _probabilities(losses)
+        return _probabilities([answer["loss"] for answer in findings[f"{split}.answer"]])
 
     return Metric((f"{split}.answer",), make, _of_knowledge(split))
 
@@ -106,9 +106,9 @@ def content_probability(split: str) -> Metric:
     return Metric((f"{split}.answer",), make, _of_knowledge(split))
 
 
-def unavailable(reason: str, goal: str) -> Metric:
+def unavailable(reason: str) -> Metric:
     """A metric that cannot be computed here, and why."""
-    return Metric((), lambda _findings, _forms: no_value(reason), goal)
+    return Metric((), lambda _findings, _forms: no_value(reason))
 
 
 def no_value(reason: str) -> MetricResult:
@@ -241,64 +241,56 @@ def _memorization(split: str, name: str) -> Metric:
     return Metric((key,), make, DOWN)
 
 
-def membership(members: str, non_members: str) -> dict[str, Metric]:
-    """Membership inference: scores of the forget set (``members``) and of unseen records (``non_members``).
+def membership() -> dict[str, Metric]:
+    """Membership inference: scores of the forget set and of unseen records (``SIDES``).
 
     The AUC is 1 if the forget record is the likelier one in every pair.
     """
-    keys = (f"{members}.answer", f"{non_members}.answer")
-    of_a_reading = {
-        "mia_loss": (
-            "the mean loss of its tokens, the end of the answer's turn included",
-            lambda answer: answer["loss"],
+    answers = tuple(f"{side}.answer" for side in SIDES)
+
+    def auc(by: str, needs: tuple[str, ...], scores: Callable[[Findings, str], list[float]]) -> Metric:
+        def make(findings: Findings, _: object) -> MetricResult:
+            return _attack(scores(findings, "forget"), scores(findings, "holdout"))
+
+        return Metric(needs, make, RETAIN, says=f"AUC between forgotten and unseen records by {by}")
+
+    def of_answers(by: str, score: Callable[[Mapping], float]) -> Metric:
+        return auc(by, answers, lambda findings, side: [score(answer) for answer in findings[f"{side}.answer"]])
+
+    def beyond_reference(findings: Findings, side: str) -> list[float]:
+        pairs = zip(findings[f"{side}.answer"], findings[REFERENCE][side], strict=True)
+        return [answer["loss"] - other for answer, other in pairs]
+
+    return {
+        "mia_loss": of_answers(
+            "the mean loss of its tokens, the end of the answer's turn included", lambda answer: answer["loss"]
         ),
-        "mia_zlib": (
+        "mia_zlib": of_answers(
             "the mean loss of its tokens, that end included, over the length of its text, compressed by zlib "
             "(Carlini et al. 2021)",
             lambda answer: answer["loss"] / answer["compressed"],
         ),
-        "mia_min_k": (
+        "mia_min_k": of_answers(
             "minus the mean log-probability of its least likely 40 % of tokens, without that end (Shi et al. "
             "2024, arXiv 2310.16789)",
             lambda answer: answer["min_k"],
         ),
-        "mia_min_k_plus_plus": (
+        "mia_min_k_plus_plus": of_answers(
             "mia_min_k's score of log-probabilities that are standardised over the vocabulary (Zhang et al. 2025, "
             "arXiv 2404.02936)",
             lambda answer: answer["min_k_plus_plus"],
         ),
+        "mia_gradnorm": auc(
+            "the norm of the loss's gradient, without that end",
+            (GRADIENTS,),
+            lambda findings, side: findings[GRADIENTS][side],
+        ),
+        "mia_reference": auc(
+            "mia_loss's score minus that of a reference model, --reference-model",
+            (*answers, REFERENCE),
+            beyond_reference,
+        ),
     }
-
-    def simple(value: Callable[[Mapping], float]) -> Callable[[Findings, object], MetricResult]:
-        return lambda findings, _: _attack(*([value(answer) for answer in findings[key]] for key in keys))
-
-    def gradnorm(findings: Findings, _: object) -> MetricResult:
-        return _attack(findings[GRADIENTS]["forget"], findings[GRADIENTS]["holdout"])
-
-    def reference(findings: Findings, _: object) -> MetricResult:
-        sides = zip(keys, ("forget", "holdout"), strict=True)
-        return _attack(
-            *(
-                [a["loss"] - other for a, other in zip(findings[key], findings[REFERENCE][side], strict=True)]
-                for key, side in sides
-            )
-        )
-
-    says = "AUC between forgotten and unseen records by "
-    table = {
-        name: Metric(keys, simple(value), RETAIN, says=says + description)
-        for name, (description, value) in of_a_reading.items()
-    }
-    table["mia_gradnorm"] = Metric(
-        (GRADIENTS,), gradnorm, RETAIN, says=f"{says}the norm of the loss's gradient, without that end"
-    )
-    table["mia_reference"] = Metric(
-        (*keys, REFERENCE),
-        reference,
-        RETAIN,
-        says=f"{says}mia_loss's score minus that of a reference model, --reference-model",
-    )
-    return table
 
 
 def _attack(forget: Sequence[float], holdout: Sequence[float]) -> MetricResult:
@@ -308,7 +300,7 @@ def _attack(forget: Sequence[float], holdout: Sequence[float]) -> MetricResult:
     auc = float(roc_auc_score(labels, [*forget, *holdout]))
     sides = {
         side: by_index([{"score": score} for score in scores], mean(scores))
-        for side, scores in (("forget", forget), ("holdout", holdout))
+        for side, scores in zip(SIDES, (forget, holdout), strict=True)
     }
     return {**sides, "auc": auc, "agg_value": auc}
 
@@ -485,8 +477,8 @@ def recovery_metrics(attack: str, retain: bool) -> dict[str, Metric]:
         ]
         return {**forms[-1], "curve": curve}
 
-    def quantisation_form(kind: str, losses_by_kind: Mapping[str, Any]) -> MetricResult:
-        return _recovered_probabilities(losses_by_kind[kind])
+    def of_losses(name: str) -> Metric:
+        return of(lambda losses: _recovered_probabilities(losses[name]))
 
     def rephrasing_form(record_losses: Sequence[Sequence[float]]) -> MetricResult:
         probabilities = [[math.exp(-loss) for loss in losses] for losses in record_losses]
@@ -507,16 +499,10 @@ def recovery_metrics(attack: str, retain: bool) -> dict[str, Metric]:
     if attack == "relearn":
         return {RELEARNED: of(relearning_form)}
     if attack == "quantise":
-        return {f"forget_Q_A_Prob_{kind}": of(partial(quantisation_form, kind)) for kind in ("int8", "int4")}
+        return {f"forget_Q_A_Prob_{kind}": of_losses(kind) for kind in ("int8", "int4")}
     if attack == "paraphrase":
         return {"forget_Q_A_Prob_rephrased": of(rephrasing_form)}
     if attack == "sample":
         return {"forget_Q_A_ROUGE_sampled": of(sampling_form)}
-    table = {
-        "forget_Q_A_Prob_in_context": of(lambda losses_by_split: _recovered_probabilities(losses_by_split["forget"]))
-    }
-    if retain:
-        table["forget_Q_A_Prob_in_retain_context"] = of(
-            lambda losses_by_split: _recovered_probabilities(losses_by_split["retain"])
-        )
-    return table
+    in_retain_context = {"forget_Q_A_Prob_in_retain_context": of_losses("retain")} if retain else {}
+    return {"forget_Q_A_Prob_in_context": of_losses("forget"), **in_retain_context}

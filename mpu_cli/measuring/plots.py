@@ -174,7 +174,7 @@ def draw(forms: Forms, path: Path, *, title: str, retain: Forms | None, force: b
             (label, colour, {**model_forms, "privleak": privleak_form(_aggregate(model_forms, "mia_min_k"), auc)})
             for label, colour, model_forms in models
         ]
-    numbers = [[name, *(_value(model_forms, name) for _, _, model_forms in models)] for name in forms]
+    numbers = [[name, *(_text(of_model.get(name, {}).get("agg_value")) for *_, of_model in models)] for name in forms]
     write_figure(
         make_figure(panels, title), path, title, ["metric", *(label for label, _, _ in models)], numbers, force
     )
@@ -183,17 +183,14 @@ def draw(forms: Forms, path: Path, *, title: str, retain: Forms | None, force: b
 def draw_comparison(
     labels: Sequence[str], columns: Mapping[str, Sequence[float | None]], path: Path, *, force: bool = False
 ) -> None:
-    """A bar chart for each metric, one bar per result; ``columns`` maps a metric to its values."""
+    """Write the charts of ``comparison``."""
     rows = [[label, *(_text(columns[name][i]) for name in columns)] for i, label in enumerate(labels)]
-    write_figure(_comparison(labels, columns), path, "Comparison", ["", *columns], rows, force)
+    write_figure(comparison(labels, columns), path, "Comparison", ["", *columns], rows, force)
 
 
-def svg_of_comparison(labels: Sequence[str], columns: Mapping[str, Sequence[float | None]]) -> str:
-    """The same charts as an SVG element for an HTML page."""
-    return svg(_comparison(labels, columns))
+def comparison(labels: Sequence[str], columns: Mapping[str, Sequence[float | None]]) -> Figure:
+    """A bar chart for each metric, one bar per result; ``columns`` maps a metric to its values."""
 
-
-def _comparison(labels: Sequence[str], columns: Mapping[str, Sequence[float | None]]) -> Figure:
     def panel(name: str) -> Callable[[Axes], None]:
         def bars(axes: Axes) -> None:
             values = columns[name]
@@ -278,10 +275,6 @@ def _aggregate(forms: Forms, name: str) -> float:
     """The value of a metric, or NaN if a model has none, so that no bar is drawn."""
     value = forms.get(name, {}).get("agg_value")
     return float(value) if isinstance(value, int | float) else math.nan
-
-
-def _value(forms: Forms, name: str) -> str:
-    return _text(forms.get(name, {}).get("agg_value"))
 
 
 def _text(value: object) -> str:

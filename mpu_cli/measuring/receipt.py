@@ -14,7 +14,6 @@ import json
 import math
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -120,14 +119,6 @@ class Receipt(Document, forbid_unknown_fields=True):
     server: Signature | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Commitment:
-    """The HMAC of records under a key that the secret of a client and a ``nonce`` give, both in hexadecimal."""
-
-    hmac: str
-    nonce: str
-
-
 def today() -> str:
     """The date in UTC, as receipts have it."""
     return datetime.now(timezone.utc).strftime("%Y-%m-%d")
@@ -139,10 +130,14 @@ def new_receipt(
     copy: CopyFacts,
     before: CopyFacts | None,
     public: str | None,
-    commitment: Commitment,
+    records: str,
+    nonce: str,
     version: str,
 ) -> Receipt:
-    """An unsigned receipt for ``copy``. Raises UsageError if the limits of the ``verdict`` are not whole percents."""
+    """An unsigned receipt for ``copy``; ``records`` and ``nonce`` are what ``commit_to`` gives.
+
+    Raises UsageError if the limits of the ``verdict`` are not whole percents.
+    """
     left, kept = verdict.left, verdict.kept
     limits = [_percent(limit) for limit in (verdict.max_left, verdict.min_kept)]
     if any(not math.isclose(100 * limit, _percent(limit)) for limit in (verdict.max_left, verdict.min_kept)):
@@ -164,8 +159,8 @@ def new_receipt(
         max_left=limits[0],
         min_kept=limits[1],
         verdict=verdict.sentence,
-        records=commitment.hmac,
-        nonce=commitment.nonce,
+        records=records,
+        nonce=nonce,
     )
 
 
@@ -183,10 +178,11 @@ def opening_key(secret: bytes, nonce: str) -> bytes:
     return HKDF(SHA256(), 32, salt=None, info=f"mpu receipt records {nonce}".encode()).derive(secret)
 
 
-def commit_to(sets: Mapping[str, Sequence[Record]], secret: bytes) -> Commitment:
-    """A commitment to the records of ``sets``, by name, under a key that no other receipt has."""
+def commit_to(sets: Mapping[str, Sequence[Record]], secret: bytes) -> tuple[str, str]:
+    """A commitment to the records of ``sets``, by name, under a key that no other receipt has, and the nonce that gives
+    this key."""
     nonce = secrets.token_hex(32)
-    return Commitment(hmac=commitment_to(sets, opening_key(secret, nonce)), nonce=nonce)
+    return commitment_to(sets, opening_key(secret, nonce)), nonce
 
 
 def commitment_to(sets: Mapping[str, Sequence[Record]], key: bytes) -> str:
@@ -265,7 +261,9 @@ def check_signatures(receipt: Receipt, path: Path) -> dict[str, str]:
         signature: Signature | None = getattr(receipt, party)
         if signature is None:
             continue
-        if _without_sign(signature.public_key) in SMALL_ORDER:
+        last_byte = int(signature.public_key[62:], 16)
+        # without the sign of its point's x, which is the last bit
+        if f"{signature.public_key[:62]}{last_byte & 0x7F:02x}" in SMALL_ORDER:
             raise MpuError(f"{path}: the {party}'s public key vouches for nothing: any text has a signature under it")
         try:
             Ed25519PublicKey.from_public_bytes(bytes.fromhex(signature.public_key)).verify(
@@ -279,11 +277,6 @@ def check_signatures(receipt: Receipt, path: Path) -> dict[str, str]:
     return public_keys
 
 
-def _without_sign(public_key: str) -> str:
-    """A public key in hexadecimal with the sign of its point's x, its last bit, taken off."""
-    return public_key[:62] + f"{int(public_key[62:], 16) & 0x7F:02x}"
-
-
 def _message(receipt: Receipt, party: str) -> bytes:
     """What a party signs: all entries before its own signature, as JSON with sorted names."""
     entries = as_entries(receipt)
@@ -292,22 +285,18 @@ def _message(receipt: Receipt, party: str) -> bytes:
     return f"{FORMAT} {party} ".encode() + json.dumps(entries, sort_keys=True).encode()
 
 
-def check_origin(receipt: Receipt, keys: Keys, path: Path) -> None:
-    """Raise MpuError unless the copy of a receipt is of the publication with these ``keys``."""
+def check_origin(receipt: Receipt, keys: Keys, sent: Model, path: Path) -> None:
+    """Raise MpuError unless the copy that was measured is of the publication with these ``keys``, and has the weights
+    of the one that was ``sent``, and its tokenizer, template and config."""
     copy = receipt.copy
     if (copy.run, copy.round) != (keys.run, keys.round) or copy.copy_id not in keys.copy_ids:
         raise MpuError(f"{path}: measured a copy of another publication", "use the keys of that publication")
     number = keys.copy_ids.index(copy.copy_id) + 1
     if number != copy.copy:
         raise MpuError(f"{path}: measured copy {number}, and says copy {copy.copy}")
-
-
-def check_copy(receipt: Receipt, sent: Model, path: Path) -> None:
-    """Raise MpuError unless the copy that was measured has the weights of the one that was ``sent``, and its tokenizer,
-    template and config."""
-    if receipt.copy.weights != fingerprint_of(sent):
+    if copy.weights != fingerprint_of(sent):
         raise MpuError(f"{path}: other weights were measured than those of the copy", "name the copy that was sent")
-    if receipt.copy.surroundings != surroundings_of(sent):
+    if copy.surroundings != surroundings_of(sent):
         raise MpuError(
             f"{path}: records were read with another tokenizer, template or config than those of the copy",
             "name the copy that was sent",
@@ -316,5 +305,4 @@ def check_copy(receipt: Receipt, sent: Model, path: Path) -> None:
 
 def as_text(receipt: Receipt) -> str:
     """The document, for its file."""
-    entries: Mapping[str, object] = as_entries(receipt)
-    return json.dumps(entries, indent=2, ensure_ascii=False) + "\n"
+    return json.dumps(as_entries(receipt), indent=2, ensure_ascii=False) + "\n"

@@ -14,7 +14,6 @@ import torch
 from transformers import PreTrainedModel
 
 from mpu_cli.errors import UsageError
-from mpu_cli.measuring.encoding import Item
 from mpu_cli.measuring.generation import sample_answers
 from mpu_cli.measuring.scoring import ADVICE
 from mpu_cli.model.device import memory_in_mind
@@ -23,7 +22,7 @@ from mpu_cli.records.forms import Record
 
 if TYPE_CHECKING:
     from mpu_cli.measuring.benchmarks import Row, Split
-    from mpu_cli.measuring.run import Advance, Run
+    from mpu_cli.measuring.evaluate import Advance, Run
 
 
 REPHRASINGS = (
@@ -179,18 +178,15 @@ def relearn(run: Run, splits: Sequence[Split], advance: Advance) -> dict[str, ob
     for step in range(1, options.relearn_steps + 1):
         with memory_in_mind(ADVICE):
             optimizer.zero_grad()
-            _loss(model, batches[(step - 1) % len(batches)]).backward()
+            batch = batches[(step - 1) % len(batches)]
+            examples = [Example([*item.ids], [*[IGNORED] * item.start, *item.labels]) for item in batch]
+            inputs = {name: tensor.to(model.device) for name, tensor in pad(examples).items()}
+            model(**inputs, use_cache=False).loss.backward()  # mean cross-entropy per label, in nats
             optimizer.step()
         if step in measured:
             losses.append(run.losses(eval_items))
         advance(len(items) / options.relearn_steps)
     return {"steps": measured, "losses": losses}
-
-
-def _loss(model: PreTrainedModel, items: Sequence[Item]) -> torch.Tensor:
-    """Mean cross-entropy per label, in nats."""
-    examples = [Example([*item.ids], [*[IGNORED] * item.start, *item.labels]) for item in items]
-    return model(**{name: tensor.to(model.device) for name, tensor in pad(examples).items()}, use_cache=False).loss
 
 
 ATTACKS = {

@@ -18,7 +18,7 @@ import torch
 
 from mpu_cli.errors import UsageError
 from mpu_cli.files.boundary import LARGEST_TOKENIZER, read_bounded, read_json_object
-from mpu_cli.files.reader import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WORD, Checkpoint, fingerprint, worker_pool
+from mpu_cli.files.reader import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WORD, Checkpoint, fingerprint
 from mpu_cli.files.resumption import write_atomically
 from mpu_cli.measuring.benchmarks import Benchmark, Split, known_metrics
 from mpu_cli.measuring.endpoint import Endpoint
@@ -46,11 +46,8 @@ FACTS_THAT_MATTER = (
     ("options", "max_new_tokens"), ("hardware", "device"),
     ("versions", "torch"), ("versions", "transformers"), ("versions", "rouge-score"), ("mpu",),
 )  # fmt: skip
-OPTIONAL = (
-    ("reference_model", "fingerprint"),
-    ("options", "date"),
-    ("options", "attacks"),
-)  # a missing one does not affect the numbers
+# those of which a missing one does not affect the numbers
+OPTIONAL = (("reference_model", "fingerprint"), ("options", "date"), ("options", "attacks"))
 
 
 @dataclass(frozen=True)
@@ -60,11 +57,6 @@ class Evaluated:
     label: str
     log: RetainLog
     is_retain: bool = False
-
-    @property
-    def facts(self) -> Mapping[str, object]:
-        """What it was produced under; {} for OpenUnlearning's files."""
-        return self.log.document
 
     def value(self, name: str) -> float | None:
         """The metric's value; PrivLeak of the retain model is 0 by definition, whatever its own file says."""
@@ -93,7 +85,7 @@ def retain_value(results: Sequence[Evaluated], name: str) -> float | None:
     for result in results:
         if result.is_retain:
             return result.value(name)
-    recorded_values = {_at(result.facts, ("retain_log", "metrics", name)) for result in results}
+    recorded_values = {_at(result.log.document, ("retain_log", "metrics", name)) for result in results}
     value = recorded_values.pop() if len(recorded_values) == 1 else None
     return value if isinstance(value, float) else None
 
@@ -152,15 +144,19 @@ def distinct_best(
 
 def differences(results: Sequence[Evaluated]) -> list[str]:
     """How the results differ in facts that affect the numbers, one phrase each."""
-    sentences = [f"{r.label}: no record of how it was produced" for r in results if not r.facts.get("options")]
+    recorded = [r for r in results if r.log.document.get("options")]
+    sentences = [f"{r.label}: no record of how it was produced" for r in results if not r.log.document.get("options")]
     for path in FACTS_THAT_MATTER:
         # The retain model itself is measured without a log.
-        documented = [r for r in results if r.facts.get("options") and not (r.is_retain and path[0] == "retain_log")]
-        values = [_at(r.facts, path) for r in documented]
+        documented = [r for r in recorded if not (r.is_retain and path[0] == "retain_log")]
+        values = [_at(r.log.document, path) for r in documented]
         if path == ("data",):
-            digests = [_data(value) for value in values]
-            splits = sorted({split for each in digests for split in each})
-            odd = [name for name in splits if len({each[name] for each in digests if name in each}) > 1]
+            digests = []
+            for table in values:
+                splits = table.items() if isinstance(table, Mapping) else ()
+                digests.append({name: split.get("sha256") for name, split in splits if isinstance(split, Mapping)})
+            names = sorted({name for each in digests for name in each})
+            odd = [name for name in names if len({each[name] for each in digests if name in each}) > 1]
             sentences += [f"different records in {split}" for split in odd]
         elif len({repr(value) for value in values} - ({repr(None)} if path in OPTIONAL else set())) > 1:
             named = "; ".join(f"{r.label}: {_short(value)}" for r, value in zip(documented, values, strict=True))
@@ -172,7 +168,7 @@ def differences(results: Sequence[Evaluated]) -> list[str]:
 def one_retain_log(results: Sequence[Evaluated]) -> bool:
     """Whether all, except the retain model itself, were measured against the same one, or all without one."""
     candidates = [result for result in results if not result.is_retain]
-    return len({repr(_at(result.facts, ("retain_log", "sha256"))) for result in candidates}) < 2
+    return len({repr(_at(result.log.document, ("retain_log", "sha256"))) for result in candidates}) < 2
 
 
 def _at(facts: Mapping[str, object], path: Sequence[str]) -> object:
@@ -185,11 +181,6 @@ def _at(facts: Mapping[str, object], path: Sequence[str]) -> object:
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) < 64 else f"{text[:12]}…"  # a digest
-
-
-def _data(value: object) -> dict[str, object]:
-    splits = value if isinstance(value, Mapping) else {}
-    return {str(name): _at(split, ("sha256",)) for name, split in splits.items() if isinstance(split, Mapping)}
 
 
 # What is measured, and what the numbers of a measurement depend on.
@@ -211,7 +202,8 @@ class Subject:
 
 def facts_of(subject: Subject, benchmark: Benchmark, used: Sequence[Split], options: Measuring) -> dict[str, Any]:
     """What the numbers depend on: model, data, options, versions, hardware."""
-    model, adapter, scoring, prompts = subject.model, subject.adapter, options.scoring, options.prompts
+    model, adapter, delta = subject.model, subject.adapter, subject.delta
+    scoring, prompts = options.scoring, options.prompts
     torch_device = device_of(scoring.device)
     device = str(torch_device)
     stored_dtype = max(model.checkpoint.tensors.values(), key=lambda info: info.nbytes).dtype
@@ -221,7 +213,7 @@ def facts_of(subject: Subject, benchmark: Benchmark, used: Sequence[Split], opti
         "benchmark": benchmark.name,
         "model": _identity(model, subject.endpoint),
         "adapter": _adapter_identity(adapter) if adapter else None,
-        **({"delta": _delta_identity(subject.delta)} if subject.delta else {}),
+        **({"delta": {"source": str(delta.path), "fingerprint": fingerprint(delta)}} if delta else {}),
         "reference_model": None if subject.reference is None else _identity(subject.reference),
         "data": {
             split.name: {"source": split.source, "records": len(split.rows), "sha256": split.sha256} for split in used
@@ -259,20 +251,12 @@ def digest_of(path: Path) -> str:
 
 
 def _identity(model: Model, endpoint: Endpoint | None = None) -> dict[str, str | None]:
-    weights = None
-    if endpoint is None:
-        with worker_pool() as pool:
-            weights = fingerprint(model.checkpoint, pool)
+    weights = fingerprint(model.checkpoint) if endpoint is None else None
     digest = hashlib.sha256(json.dumps(model.config, sort_keys=True).encode())
     for path in model.side_files:
         digest.update(path.name.encode() + b"\0" + read_bounded(path, LARGEST_TOKENIZER, links=model.links))
     source = model.source if endpoint is None else f"{endpoint.url} {endpoint.name}"
     return {"source": source, "fingerprint": weights, "config_and_tokenizer": digest.hexdigest()}
-
-
-def _delta_identity(delta: Checkpoint) -> dict[str, str]:
-    with worker_pool() as pool:
-        return {"source": str(delta.path), "fingerprint": fingerprint(delta, pool)}
 
 
 def _adapter_identity(folder: Path) -> dict[str, str]:

@@ -18,14 +18,11 @@ LARGEST_RESULT = 1 << 30  # bytes: per-example values of large splits
 @dataclass(frozen=True)
 class RetainLog:
     """Metrics of a model (for a retain log, one that never saw the forget set) in OpenUnlearning's format; ``document``
-    is the whole result if mpu wrote it."""
+    is the whole result, with what it was produced under, if mpu wrote it, else {}."""
 
     path: Path
     metrics: Mapping[str, Mapping]
     document: Mapping[str, object]
-
-    def has(self, name: str) -> bool:
-        return name in self.metrics
 
     def value(self, name: str) -> float | None:
         """The metric's aggregate value, or None if it has none."""

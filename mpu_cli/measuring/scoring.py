@@ -34,11 +34,8 @@ from mpu_cli.model.network import Head, chunk_of, input_of, separate_head, vocab
 
 NAME = "mpu_paths"  # of the attention, in transformers' table
 MASK = 1 << 24  # entries of attention masks at once
-UNPACKABLE_ARGUMENTS = (
-    "softcap",
-    "s_aux",
-    "position_bias",
-)  # what some models' attention has beside a mask and a window
+# what some models' attention has beside a mask and a window
+UNPACKABLE_ARGUMENTS = ("softcap", "s_aux", "position_bias")
 _attention: ContextVar[TreeAttention] = ContextVar(NAME)  # of the pack that a thread reads
 
 
@@ -47,8 +44,8 @@ class Pack:
     """Items as a prefix tree, flattened into one row of tokens.
 
     ``ids``: the distinct tokens, (tokens,); ``depths``: their positions in their items, (tokens,); ``paths[i]``: the
-    places of item i's tokens in the row, of which the first ``known[i]`` are shared with item i − 1. The last token of
-    an item is not among them: it is predicted, never read.
+    places of item i's tokens in the row, of which the first ``prefix_lengths[i]`` are shared with item i − 1. The last
+    token of an item is not among them: it is predicted, never read.
     """
 
     items: list[Item] = field(default_factory=list)
@@ -71,10 +68,6 @@ class Pack:
         path = [*path, *range(len(self.ids), len(self.ids) + len(ids) - len(path))]
         self.ids += ids[self.prefix_lengths[-1] :]
         self.paths.append(path)
-
-    def predictors(self) -> list[list[int]]:
-        """Where the tokens are that each item's labels are predicted from."""
-        return [path[item.start - 1 :] for item, path in zip(self.items, self.paths, strict=True)]
 
 
 def packs(items: Sequence[Item], size: int) -> Iterator[Pack]:
@@ -203,15 +196,6 @@ def attending_by(attention: TreeAttention) -> Iterator[None]:
         _attention.reset(before)
 
 
-def takes_paths(model: PreTrainedModel) -> bool:
-    """Whether the attention of ``model`` can be replaced: it uses torch's, through transformers' table, takes
-    positions, and no indexer reads its mask to choose keys."""
-    positions, text = "position_ids" in inspect.signature(model.forward).parameters, model.get_decoder()
-    indexed = getattr(text.config, "index_topk", None) is not None
-    replaceable = text.config._attn_implementation == "sdpa" and text._can_set_attn_implementation()
-    return positions and not indexed and replaceable
-
-
 ADVICE = "lower --batch-size, or use --dtype bfloat16"  # if memory runs out
 CHUNK_SHARE = 4  # of a chunk of logits at once: what is computed from them takes three times as much
 CACHED = 1 << 20  # logits at once on a CPU, whose cache then holds them: 4 MiB
@@ -287,8 +271,9 @@ class Scorer:
         request = _Wanted(frozenset(map(_key, items)), moments, self._follows_suite)
         self.prepare(unique)
         suit_heap_to(weights_of(self._model))
+        scores_in_passes = _packed_scores if self._packs and len(unique) > 1 else _padded_scores
         with memory_in_mind(ADVICE):
-            for read, batch_scores in self._read(unique, batch_size, request):
+            for read, batch_scores in scores_in_passes(self._model, self._head, unique, batch_size, request):
                 for item, scores in zip(read, batch_scores, strict=True):
                     parts = (scores.losses, scores.log_probs, scores.mean, scores.variance)
                     if not all(bool(torch.isfinite(part).all()) for part in parts if part is not None):
@@ -300,10 +285,6 @@ class Scorer:
     @cached_property
     def _head(self) -> Head | None:
         return separate_head(self._model)
-
-    def _read(self, items: Sequence[Item], size: int, request: _Wanted) -> Iterator[_Scored]:
-        read = _packed_scores if self._packs and len(items) > 1 else _padded_scores
-        return read(self._model, self._head, items, size, request)
 
 
 _Key = tuple[tuple[int, ...], int]  # what makes two items the same for a model
@@ -415,7 +396,8 @@ def _packed_scores(
 @torch.inference_mode()  # which holds for one thread
 def _read_pack(model: PreTrainedModel, head: Head | None, pack: Pack, rows: int, request: _Wanted) -> _Scored:
     ids, depths = (torch.tensor([row], device=model.device) for row in (pack.ids, pack.depths))
-    predictors = pack.predictors()
+    # Where the tokens are that each item's labels are predicted from.
+    predictors = [path[item.start - 1 :] for item, path in zip(pack.items, pack.paths, strict=True)]
     places = {token_index: number for number, token_index in enumerate(sorted({*chain(*predictors)}))}
     predictor_indices = torch.tensor([*places], device=model.device)
     keep = {"logits_to_keep": predictor_indices} if head is None and _keeps_logits(model) else {}
@@ -450,9 +432,13 @@ def weights_of(model: PreTrainedModel) -> int:
 def _can_pack(model: PreTrainedModel, head: Head | None, items: Sequence[Item]) -> bool:
     """Whether items can share a pass, tested on the longest and on those that have most in common with it.
 
-    Models with recurrent states or an attention of their own cannot.
+    Models with recurrent states or an attention of their own cannot: it has to be torch's, through transformers' table,
+    and take positions, and no indexer may read its mask to choose keys.
     """
-    if not takes_paths(model):
+    positions, text = "position_ids" in inspect.signature(model.forward).parameters, model.get_decoder()
+    indexed = getattr(text.config, "index_topk", None) is not None
+    replaceable = text.config._attn_implementation == "sdpa" and text._can_set_attn_implementation()
+    if indexed or not (positions and replaceable):
         return False
     ordered = sorted(items, key=lambda item: item.ids)
     longest = max(range(len(ordered)), key=lambda i: len(ordered[i].ids))

@@ -100,7 +100,11 @@ class Declaration:
         if (value is None and self.optional) or value in self.words:
             return value
         if self.words and isinstance(value, str):
-            value = _number(value, f"{where}{self.name} = {value!r}: must be a number or {' or '.join(self.words)}")
+            try:
+                value = float(value)
+            except ValueError as error:
+                complaint = f"{where}{self.name} = {value!r}: must be a number or {' or '.join(self.words)}"
+                raise UsageError(complaint) from error
         if self.kind is float and type(value) is int:
             value = float(value)
         if self.kind is Path and isinstance(value, str):
@@ -129,13 +133,6 @@ class Declaration:
         raise UsageError(f"{label} {value}: must be {finite}{allowed}")
 
 
-def _number(text: str, complaint: str) -> float:
-    try:
-        return float(text)
-    except ValueError as error:
-        raise UsageError(complaint) from error
-
-
 def _names(value: object) -> object:
     """Names, from text with commas or from a list of texts; anything else as it is."""
     if isinstance(value, str):
@@ -162,7 +159,7 @@ def option(
     """A field of a group. ``default`` ``...`` makes it required; ``flag``: on the command line, if it is not the name
     with hyphens; ``argument``: positional there and in Python; ``panel``: in help, if it is not the group's."""
     bounded = (least, above, below) != (None, None, None)
-    metadata = {
+    metadata = {  # its names are those of fields of ``Declaration``
         "help": help,
         "metavar": metavar,
         "range": Range(least, above, below) if bounded else None,
@@ -172,9 +169,7 @@ def option(
         "affects_result": affects_result,
         "hidden": hidden,
     }
-    if default is ...:
-        return field(metadata=metadata, kw_only=not argument)
-    return field(default=default, metadata=metadata, kw_only=not argument)
+    return field(default=MISSING if default is ... else default, metadata=metadata, kw_only=not argument)
 
 
 def group(group_class: type[Group]) -> Group:
@@ -249,7 +244,6 @@ def hints_of(group_class: AnyClass) -> dict[str, Any]:
 
 
 def _declaration(group_class: type, group_field: Field, hint: Any) -> Declaration:
-    meta = group_field.metadata
     parts = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
     optional = type(None) in parts
     kinds = [part for part in parts if part is not type(None)]
@@ -259,23 +253,20 @@ def _declaration(group_class: type, group_field: Field, hint: Any) -> Declaratio
     [kind] = kinds
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     item = get_args(kind)[0] if get_origin(kind) is list else str
-    kind = str if choices else get_origin(kind) or kind
+    described = {
+        **group_field.metadata,
+        "flag": group_field.metadata["flag"] or "--" + group_field.name.replace("_", "-"),
+        "panel": group_field.metadata["panel"] or getattr(group_class, "PANEL", None),
+    }
     return Declaration(
         name=group_field.name,
-        kind=kind,
+        kind=str if choices else get_origin(kind) or kind,
         optional=optional,
         choices=choices,
         default=group_field.default,
-        help=meta["help"],
-        flag=meta["flag"] or "--" + group_field.name.replace("_", "-"),
-        metavar=meta["metavar"],
-        panel=meta["panel"] or getattr(group_class, "PANEL", None),
-        range=meta["range"],
-        argument=meta["argument"],
-        affects_result=meta["affects_result"],
         words=words,
         item=item,
-        hidden=meta["hidden"],
+        **described,
     )
 
 

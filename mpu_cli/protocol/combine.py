@@ -309,7 +309,7 @@ def _write_model(
             digests[layout.alias] = list(piece_digests(source, layout.alias, pool))
         digest = combine(source.tensors, digests)
         for keys in publications:
-            check_base(base, keys, pool, digest)
+            check_base(base, keys, digest)
     lost = float((rounding[0] / rounding[1]).sqrt()) if rounding[1] > 0 else 0.0
     if behind := carry_small_files(base, folder, dtype):
         observer.note(f"{base.folder}: the result does not get {quoted_list(behind)}")
@@ -409,8 +409,7 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
     """
     base, layout, options, [owner], [weights] = plan.base, plan.base.layout, plan.options, plan.owners, plan.weights
     deltas, keys = owner.deltas, owner.keys
-    with worker_pool() as pool:
-        check_base(base, keys, pool)
+    check_base(base, keys)
     undoing = Undoing(deltas, keys, layout)
     rate = default_step(base, undoing, weights) if options.step == RESTORE else options.rate
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)

@@ -230,16 +230,15 @@ def check_round(base: Model, deltas: Sequence[Delta], keys: Keys) -> None:
         for delta in deltas:
             check_delta(delta, base, copies)
     except MpuError:
-        with worker_pool() as pool:  # a delta does not fit: is that its fault, or the base's?
-            check_base(base, keys, pool)
+        check_base(base, keys)  # a delta does not fit: is that its fault, or the base's?
         raise
     check_same_tensors(deltas, copies)
 
 
-def check_base(base: Model, keys: Keys, pool: Executor, digest: str | None = None) -> None:
+def check_base(base: Model, keys: Keys, digest: str | None = None) -> None:
     """Raises MpuError unless ``base`` is what was published; reads it, unless its ``digest`` is known."""
     if digest is None:
-        digest = fingerprint(base.checkpoint, pool)
+        digest = fingerprint(base.checkpoint)
     if digest != keys.base.fingerprint:
         raise MpuError(
             f"{base.source}: is not the model that was published (its fingerprint differs from the one in the keys)",

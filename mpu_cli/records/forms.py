@@ -467,10 +467,10 @@ def _text(row: Mapping[str, object], name: str, location: str) -> str:
         raise MpuError(
             f"{location}: {name!r} is missing, empty or not a text (its fields: {_names(row)})", columns_hint(row, name)
         )
-    return _sound(value, f"{location}: {name!r}")
+    return sound_text(value, f"{location}: {name!r}")
 
 
-def _sound(text: str, what: str) -> str:
+def sound_text(text: str, what: str) -> str:
     """``text``. Raises MpuError if it has a lone surrogate, which JSON allows but no tokenizer accepts."""
     try:
         text.encode()
@@ -488,10 +488,10 @@ def _turns(messages: object, location: str) -> list[Turn]:
         content = _content(message.get("content"), location)
         extra = {str(name): value for name, value in message.items() if name not in ("role", "content")}
         extra = {name: value for name, value in extra.items() if value not in (None, "", [], {})}
-        extra = json.loads(_sound(json.dumps(extra, ensure_ascii=False, default=str), f"{location}: a message"))
+        extra = json.loads(sound_text(json.dumps(extra, ensure_ascii=False, default=str), f"{location}: a message"))
         if not content.strip() and not extra.keys() & {"tool_calls", "function_call"}:
             raise MpuError(f"{location}: every message needs a role and content")
-        turns.append(Turn(_sound(message["role"], f"{location}: a role"), content, tuple(extra.items())))
+        turns.append(Turn(sound_text(message["role"], f"{location}: a role"), content, tuple(extra.items())))
     if len(turns) < 2:
         raise MpuError(f"{location}: messages need a question and an answer")
     return turns
@@ -504,7 +504,7 @@ def _content(content: object, location: str) -> str:
         return ""
     if not isinstance(content, str):
         raise MpuError(f"{location}: a message's content is not a text")
-    return _sound(content, f"{location}: a message")
+    return sound_text(content, f"{location}: a message")
 
 
 def _parts(parts: Iterable[Any], location: str) -> Iterable[str]:
@@ -512,7 +512,7 @@ def _parts(parts: Iterable[Any], location: str) -> Iterable[str]:
         if not isinstance(part, dict) or not isinstance(part.get("text"), str):
             kind = part.get("type") if isinstance(part, dict) else type(part).__name__
             raise MpuError(f"{location}: a message has content of type {kind!r}; only text can be read")
-        yield _sound(part["text"], f"{location}: a message")
+        yield sound_text(part["text"], f"{location}: a message")
 
 
 def _names(row: Mapping[str, object]) -> str:

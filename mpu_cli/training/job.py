@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.boundary import LARGEST_TOKENIZER, private_folder, read_bounded, read_json_object
 from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
-from mpu_cli.files.reader import fingerprint, worker_pool
+from mpu_cli.files.reader import fingerprint
 from mpu_cli.files.resumption import write_atomically
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import MAX_SHARD, TensorSpecs, nbytes_of
@@ -255,8 +255,7 @@ def surroundings_of(copy: Model) -> str:
 
 def fingerprint_of(copy: Model) -> str:
     """The fingerprint of a copy's weights, in hexadecimal. Reads all of them."""
-    with worker_pool() as pool:
-        return fingerprint(copy.checkpoint, pool)
+    return fingerprint(copy.checkpoint)
 
 
 def digest_of_training(job: TrainingJob, loaded: LoadedCopy) -> str:

@@ -20,7 +20,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from mpu_cli.errors import MpuError
-from mpu_cli.files.reader import ITEM_SIZE, TORCH, fingerprint, open_checkpoint, worker_pool
+from mpu_cli.files.reader import ITEM_SIZE, TORCH, fingerprint, open_checkpoint
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import CheckpointWriter
 
@@ -109,13 +109,10 @@ def test_fingerprint_is_of_the_model_not_of_its_files(tmp_path):
     save_file(tensors, tmp_path / "one.safetensors")
     write(tmp_path / "sharded", dict(reversed(tensors.items())), {"x": "y"}, max_shard=3_000_000)
     assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 3
-    with worker_pool() as pool:
-        single_file, sharded = (
-            fingerprint(open_checkpoint(tmp_path / name), pool) for name in ("one.safetensors", "sharded")
-        )
-        tensors["t3"][299, 1023] += 1
-        save_file(tensors, tmp_path / "other.safetensors")
-        other = fingerprint(open_checkpoint(tmp_path / "other.safetensors"), pool)
+    single_file, sharded = (fingerprint(open_checkpoint(tmp_path / name)) for name in ("one.safetensors", "sharded"))
+    tensors["t3"][299, 1023] += 1
+    save_file(tensors, tmp_path / "other.safetensors")
+    other = fingerprint(open_checkpoint(tmp_path / "other.safetensors"))
     assert single_file == sharded != other
 
 

@@ -305,8 +305,7 @@ from pathlib import Path
 
 from flwr.serverapp import ServerApp
 
-from mpu_cli.flower.server_app import play
-from mpu_cli.flower.exchange import settings_of
+from mpu_cli.flower.server_app import play, settings_of
 
 app = ServerApp()
 
@@ -407,8 +406,8 @@ class TestAnswersOfACourier:
     @pytest.mark.parametrize("attack", HOSTILE)
     def test_are_one_owners_failure(self, mpu: Callable, root: Path, attack: str) -> None:
         pytest.importorskip("flwr")
-        from mpu_cli.flower.exchange import Exchange, Reply, Request, settings_of
-        from mpu_cli.flower.server_app import Round
+        from mpu_cli.flower.exchange import Exchange, Reply, Request
+        from mpu_cli.flower.server_app import Round, settings_of
 
         state = root / "state"
         (state / "round_1/a").mkdir(parents=True)
@@ -424,19 +423,17 @@ class TestAnswersOfACourier:
         keeps_all = {"state": "arriving", "names": list(file_sizes), "sizes": list(file_sizes.values())}
         answers = {"state": self.DELTA, "put": {}, "get": {"pieces": [b"1"]}, "again": {}} | self.HOSTILE[attack]
         before = {path for path in root.rglob("*") if "arriving" not in path.parts and "rejected" not in path.parts}
-        running: dict = {}
-        failures: list[tuple[str, MpuError]] = []
         job = game._deliver("a", copy)
-        exchange._advance(0, job, "a", None, running, failures)
+        exchange._advance(0, job, "a", None)
         for _ in range(40):
-            if 0 not in running:
+            if 0 not in exchange._running:
                 break
-            request: Request = running[0].request
+            request: Request = exchange._running[0].request
             values = {**answers[request.kind]}
             data = values.pop("pieces", [])
             values = keeps_all if values == {"keeps": "all"} else values
-            exchange._advance(0, job, "a", Reply(values, data), running, failures)
-        [(owner, failure)] = failures
+            exchange._advance(0, job, "a", Reply(values, data))
+        [(owner, failure)] = exchange._failures
         assert owner == "a"
         assert not game.delta("a", copy).exists()
         assert "\n" not in failure.problem
@@ -451,9 +448,9 @@ class TestAnswersOfACourier:
         """An owner that keeps a byte of what it is sent, or sends a piece, just within each request's limit ends its
         part of the round after a few limits, and not after as many as its copy has bytes."""
         pytest.importorskip("flwr")
-        from mpu_cli.flower import exchange as transfer
         from mpu_cli.flower import server_app
-        from mpu_cli.flower.exchange import Reply, settings_of
+        from mpu_cli.flower.exchange import Reply
+        from mpu_cli.flower.server_app import settings_of
 
         state, limit = root / "state", 100.0
         (state / "round_1/a").mkdir(parents=True)
@@ -461,7 +458,7 @@ class TestAnswersOfACourier:
         mpu("publish", root / "base", "--copies", 2, "--run", "r", "--identity", state / "identity.txt", "--out",
             state / "round_1/a/copies", "--keys", state / "round_1/a/keys.bin")  # fmt: skip
         (state / "round_1/a/run").write_text("r\n")
-        monkeypatch.setattr(transfer, "PIECE", 1000)
+        monkeypatch.setattr(server_app, "PIECE", 1000)
         clock = [0.0]
         monkeypatch.setattr(server_app.time, "monotonic", lambda: clock[0])
         game = server_app.Round(settings_of(settings(root, "a", limit=limit)), None, 1, root / "base")
@@ -614,8 +611,7 @@ def test_an_owner_that_is_left_out_can_come_later(mpu: Callable, root: Path, pla
 def test_an_owner_whose_deltas_are_refused_alone(root: Path, on_missing: str) -> None:
     """Such as by ``--max-norm``, which is checked when all deltas are there: the round goes on without that owner."""
     pytest.importorskip("flwr")
-    from mpu_cli.flower.exchange import settings_of
-    from mpu_cli.flower.server_app import Round, mpu
+    from mpu_cli.flower.server_app import Round, mpu, settings_of
 
     config = {
         "publish": "--copies 2 --kappa 0.01",
@@ -680,8 +676,8 @@ def test_a_state_has_one_run(root: Path, play: Callable) -> None:
 @pytest.mark.parametrize("other", ["copy_2", "round_2/copy_1"])
 def test_a_delta_of_another_copy_is_not_taken(mpu: Callable, root: Path, other: str) -> None:
     pytest.importorskip("flwr")
-    from mpu_cli.flower.exchange import Exchange, settings_of
-    from mpu_cli.flower.server_app import Round
+    from mpu_cli.flower.exchange import Exchange
+    from mpu_cli.flower.server_app import Round, settings_of
 
     owner = root / "state/round_1/a"
     owner.mkdir(parents=True)

@@ -36,7 +36,6 @@ from mpu_cli.flower.watch import hand_on, read_answers, read_message
 from mpu_cli.measuring import endpoint
 from mpu_cli.measuring.encoding import Item
 from mpu_cli.measuring.receipt import (
-    Commitment,
     CopyFacts,
     as_text,
     check_signatures,
@@ -366,7 +365,7 @@ def _make_documents(folder: Path, copy: Path) -> None:
     )
     receipt = new_receipt(
         verdict, copy=measured, before=trained, public=None,
-        commitment=Commitment(hmac="0" * 64, nonce="0" * 64), version="1",
+        records="0" * 64, nonce="0" * 64, version="1",
     )  # fmt: skip
     (folder / "documents/receipt.json").write_text(as_text(with_signature(receipt, "client", bytes(32))))
     (folder / "run/run.json").write_text(json.dumps(run))

@@ -20,7 +20,7 @@ from mpu_cli.lab.alignment import (
     residual_map,
     undo,
 )
-from mpu_cli.lab.audit import AS_IT_IS, SCALED, SPECTRAL, estimates
+from mpu_cli.lab.attacks import AS_IT_IS, SCALED, SPECTRAL, estimates
 from mpu_cli.model.layout import layout_of
 from mpu_cli.model.sampling import AxisMap, map_columns, plane_matrices
 from mpu_cli.model.source import open_model

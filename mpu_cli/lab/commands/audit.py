@@ -17,9 +17,6 @@ from mpu_cli.wording import few
 
 if TYPE_CHECKING:
     from mpu_cli.lab.attacks import Attempt
-    from mpu_cli.lab.audit import Audit as Findings
-    from mpu_cli.model.source import Model
-    from mpu_cli.protocol.keys import Keys
     from mpu_cli.protocol.publication import Publication
 
 ANOTHER_MODEL = 0.3  # relative error of the weights from which BASE is probably not what was published
@@ -71,12 +68,17 @@ class Audit(Command):
         """What was recovered, under which assumptions, and the publication of the keys."""
         from mpu_cli.lab.attacks import audit_as_believed
         from mpu_cli.model.source import open_model
+        from mpu_cli.protocol.deltas import check_base
 
         keys = opened_keys(self.keys, self.opening, observer) if self.keys else None
         copies = [open_model(str(path), links=False) for path in paths_from(self.copies)]
         base = open_model(self.base)
         if keys:
-            _check_belong(copies, base, keys)
+            check_base(base, keys)
+            for copy in copies:
+                manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
+                if manifest is None or manifest.copy_id not in keys.copy_ids:
+                    raise MpuError(f"{copy.source}: was not published with these keys")
         public = open_model(self.pretrained) if self.pretrained else None
         attempt = audit_as_believed(
             copies, base, public, noise=self.noise, nodes=self.nodes, alphas=self.alphas, symmetries=self.symmetries,
@@ -85,9 +87,27 @@ class Audit(Command):
         return attempt, keys.publication if keys else None
 
     def report(self, found: tuple[Attempt, Publication | None], observer: Observer) -> Report:
+        from mpu_cli.lab.attacks import ATTACKS
+
         attempt, published = found
         result = attempt.audit
-        _tell(result, observer)
+        rows = []
+        for name in result.attacks:
+            task = result.task_error(name)
+            rows.append(
+                [
+                    ATTACKS[name].description,
+                    f"{result.function_error(name):.2%}",
+                    *([f"{result.change_error(name):.2%}"] if result.with_reference else []),
+                    "–" if task is None else f"{task:.2%}",
+                    result.method(name),
+                ]
+            )
+        of_change = ["of the change"] if result.with_reference else []
+        columns = ["attack", "weights", *of_change, "task vector", "the change is"]
+        observer.table("Relative error of what is recovered", columns, rows)
+        if unmoved := [block for block, share in result.unmoved.items() if share > UNMOVED]:
+            observer.note(f"unchanged in copy 1 (no symmetry moves them, no noise survives): {few(unmoved)}")
         if self.fast:
             observer.note("--fast: three layers only; errors of all layers differ from these")
         if max(map(result.change_error, result.attacks)) > 1:
@@ -109,39 +129,3 @@ class Audit(Command):
             "published": {"kappa": published.kappa, "symmetries": published.symmetries} if published else None,
         }
         return Report([result.verdict], document)
-
-
-def _check_belong(copies: list[Model], base: Model, keys: Keys) -> None:
-    """Raise MpuError for a copy that is not of this publication, or another base."""
-    from mpu_cli.files.reader import worker_pool
-    from mpu_cli.protocol.deltas import check_base
-
-    with worker_pool() as pool:
-        check_base(base, keys, pool)
-    for copy in copies:
-        manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
-        if manifest is None or manifest.copy_id not in keys.copy_ids:
-            raise MpuError(f"{copy.source}: was not published with these keys")
-
-
-def _tell(result: Findings, observer: Observer) -> None:
-    """The table of attacks, and the blocks that nothing hides."""
-    from mpu_cli.lab.audit import ATTACKS
-
-    rows = []
-    for name in result.attacks:
-        task = result.task_error(name)
-        rows.append(
-            [
-                ATTACKS[name].description,
-                f"{result.function_error(name):.2%}",
-                *([f"{result.change_error(name):.2%}"] if result.with_reference else []),
-                "–" if task is None else f"{task:.2%}",
-                result.method(name),
-            ]
-        )
-    of_change = ["of the change"] if result.with_reference else []
-    columns = ["attack", "weights", *of_change, "task vector", "the change is"]
-    observer.table("Relative error of what is recovered", columns, rows)
-    if unmoved := [block for block, share in result.unmoved.items() if share > UNMOVED]:
-        observer.note(f"unchanged in copy 1 (no symmetry moves them, no noise survives): {few(unmoved)}")

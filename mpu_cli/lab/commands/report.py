@@ -4,22 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, Command
 from mpu_cli.options.command import Report as Printed
 from mpu_cli.options.declare import option
 from mpu_cli.wording import few, names_in
-
-
-@dataclass(frozen=True)
-class Written:
-    """The page, how many ``experiments`` it shows, and those that have no result."""
-
-    path: Path
-    experiments: int
-    missing: list[str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +42,8 @@ class Report(Command):
     )
     force: bool = option(False, FORCE)
 
-    def run(self, observer: Observer = SILENT) -> Written:
+    def run(self, observer: Observer = SILENT) -> dict[str, Any]:
+        """The page, how many experiments it shows, and those that have no result."""
         from mpu_cli.lab.report import missing_experiments, read_others, read_sweeps, write_report
         from mpu_cli.measuring.results import chosen_metrics
 
@@ -67,8 +59,7 @@ class Report(Command):
             lines, target, title, names, list(names_in(self.over)) if self.over else None,
             published=read_others(self.folders), missing=missing, force=self.force,
         )  # fmt: skip
-        return Written(target, len(lines), missing)
+        return {"report": target, "experiments": len(lines), "missing": missing}
 
-    def report(self, written: Written, observer: Observer) -> Printed:  # noqa: ARG002 (as all commands have it)
-        document = {"report": written.path, "experiments": written.experiments, "missing": written.missing}
-        return Printed([written.path], document)
+    def report(self, written: dict[str, Any], observer: Observer) -> Printed:  # noqa: ARG002 (as all commands have it)
+        return Printed([written["report"]], written)

@@ -183,7 +183,13 @@ class Sweep(Command):
             launcher = OnThisMachine(self.jobs)
         else:
             return None
-        return Jobs(self.jobs, ["sweep", *self._arguments()], self._folder, launcher)
+        # The command line's arguments, without those that say how many run at once.
+        command = ["sweep", str(self.file), "--out", str(self._folder)]
+        if self.with_file:
+            command += ["--with", str(self.with_file)]
+        for setting in self.settings or []:
+            command += ["--set", setting]
+        return Jobs(self.jobs, command, self._folder, launcher)
 
     @property
     def _folder(self) -> Path:
@@ -194,15 +200,6 @@ class Sweep(Command):
 
         overrides = overrides_of(self.with_file) if self.with_file else {}
         return read_sweep(self.file, {**overrides, **_named_values(self.settings or [], "--set")})
-
-    def _arguments(self) -> list[str]:
-        """The command line's, without those that say how many run at once."""
-        arguments = [str(self.file), "--out", str(self._folder)]
-        if self.with_file:
-            arguments += ["--with", str(self.with_file)]
-        for setting in self.settings or []:
-            arguments += ["--set", setting]
-        return arguments
 
 
 def _named_values(settings: Sequence[str], flag: str) -> dict[str, object]:

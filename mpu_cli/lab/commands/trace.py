@@ -63,7 +63,15 @@ class Trace(Command):
 
     def run(self, observer: Observer = SILENT) -> Findings:
         """The evidence for each publication; warns of those whose seed can be guessed."""
-        self._check()
+        if (self.suspect is None) == (self.endpoint is None):
+            raise UsageError("name one model to trace", "SUSPECT for its weights, or --endpoint URL for a served one")
+        if self.endpoint and not self.texts:
+            raise UsageError("--endpoint requires --texts", "give varied records to send, none that are confidential")
+        if (self.texts or self.endpoint_model) and not self.endpoint:
+            raise UsageError("--texts and --endpoint-model require --endpoint")
+        if self.endpoint and self.pretrained:
+            raise UsageError("--pretrained is for weights, which --endpoint does not give")
+
         from mpu_cli.lab.trace import PublicationKeys, check_traceable, trace, trace_endpoint
         from mpu_cli.measuring.endpoint import KEY, endpoint_at
         from mpu_cli.model.source import open_model
@@ -87,20 +95,47 @@ class Trace(Command):
                 )
         return result
 
-    def _check(self) -> None:
-        if (self.suspect is None) == (self.endpoint is None):
-            raise UsageError("name one model to trace", "SUSPECT for its weights, or --endpoint URL for a served one")
-        if self.endpoint and not self.texts:
-            raise UsageError("--endpoint requires --texts", "give varied records to send, none that are confidential")
-        if (self.texts or self.endpoint_model) and not self.endpoint:
-            raise UsageError("--texts and --endpoint-model require --endpoint")
-        if self.endpoint and self.pretrained:
-            raise UsageError("--pretrained is for weights, which --endpoint does not give")
-
     def report(self, result: Findings, observer: Observer) -> Report:
-        _tell(result, observer)
+        rows = []
+        for publication in result.publications:
+            if publication.mark:
+                rows.append([publication.label, "all: the mark", "–", *_cells(result, publication.mark)])
+            for copy in publication.copies:
+                agreements = "–" if copy.agreements is None else f"{copy.agreements} of {copy.coordinates}"
+                log_p = min(copy.log_p_coordinates, copy.noise.log_p if copy.noise else 0.0)
+                cells = _cells(result, copy.noise)[:2] if copy.noise else ["–", "–"]
+                rows.append([publication.label, _copy(copy).rstrip(","), agreements, *cells, _p(result.log10_p(log_p))])
+        columns = ["keys", "copy", "coordinates", "z of the noise", "share", "p, corrected"]
+        observer.table(f"{result.suspect}, {result.tests} tests", columns, rows)
+        for publication in result.publications:
+            if publication.tensors < publication.total_tensors:
+                present = f"{publication.tensors} of {publication.total_tensors} tensors"
+                observer.note(f"{publication.label}: the model has {present}")
         verdict = verdict_of(result)
-        return Report([verdict], _document(result, verdict))
+        publications = [
+            {
+                "keys": publication.label,
+                "run": publication.keys.run,
+                "round": publication.keys.round,
+                "named": result.is_named(publication),
+                "copies_named": [copy.copy for copy in result.named_copies(publication)],
+                "mark": _noise(result, publication.mark),
+                "tensors": [publication.tensors, publication.total_tensors],
+                "copies": [
+                    {
+                        "copy": copy.copy,
+                        "recipient": copy.recipient,
+                        "agreements": copy.agreements,
+                        "coordinates": copy.coordinates,
+                        "log10_p_coordinates": result.log10_p(copy.log_p_coordinates),
+                        "noise": _noise(result, copy.noise),
+                    }
+                    for copy in publication.copies
+                ],
+            }
+            for publication in result.publications
+        ]
+        return Report([verdict], {"verdict": verdict, "tests": result.tests, "publications": publications})
 
 
 def verdict_of(result: Findings) -> str:
@@ -128,61 +163,11 @@ def _p(log10_p: float) -> str:
     return f"{10**log10_p:.2g}" if log10_p > -4 else f"1e{log10_p:.0f}"
 
 
-def _tell(result: Findings, observer: Observer) -> None:
-    """The tables on standard error."""
-    rows = []
-    for publication in result.publications:
-        if publication.mark:
-            rows.append([publication.label, "all: the mark", "–", *_cells(result, publication.mark)])
-        for copy in publication.copies:
-            agreements = "–" if copy.agreements is None else f"{copy.agreements} of {copy.coordinates}"
-            log_p = min(copy.log_p_coordinates, copy.noise.log_p if copy.noise else 0.0)
-            cells = _cells(result, copy.noise)[:2] if copy.noise else ["–", "–"]
-            rows.append([publication.label, _copy(copy).rstrip(","), agreements, *cells, _p(result.log10_p(log_p))])
-    columns = ["keys", "copy", "coordinates", "z of the noise", "share", "p, corrected"]
-    observer.table(f"{result.suspect}, {result.tests} tests", columns, rows)
-    for publication in result.publications:
-        if publication.tensors < publication.total_tensors:
-            present = f"{publication.tensors} of {publication.total_tensors} tensors"
-            observer.note(f"{publication.label}: the model has {present}")
-
-
 def _cells(result: Findings, noise: NoiseEvidence) -> list[str]:
     if math.isnan(noise.z):
         return ["–", "–", _p(0.0)]
     share = "–" if math.isnan(noise.share) else f"{noise.share:.2f}"
     return [f"{noise.z:.1f}", share, _p(result.log10_p(noise.log_p))]
-
-
-def _document(result: Findings, verdict: str) -> dict[str, object]:
-    """What --json prints."""
-    return {
-        "verdict": verdict,
-        "tests": result.tests,
-        "publications": [
-            {
-                "keys": publication.label,
-                "run": publication.keys.run,
-                "round": publication.keys.round,
-                "named": result.is_named(publication),
-                "copies_named": [copy.copy for copy in result.named_copies(publication)],
-                "mark": _noise(result, publication.mark),
-                "tensors": [publication.tensors, publication.total_tensors],
-                "copies": [
-                    {
-                        "copy": copy.copy,
-                        "recipient": copy.recipient,
-                        "agreements": copy.agreements,
-                        "coordinates": copy.coordinates,
-                        "log10_p_coordinates": result.log10_p(copy.log_p_coordinates),
-                        "noise": _noise(result, copy.noise),
-                    }
-                    for copy in publication.copies
-                ],
-            }
-            for publication in result.publications
-        ],
-    }
 
 
 def _noise(result: Findings, noise: NoiseEvidence | None) -> dict[str, object] | None:

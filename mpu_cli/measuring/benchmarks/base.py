@@ -13,12 +13,11 @@ from typing import Any
 from mpu_cli.errors import MpuError
 from mpu_cli.measuring import metrics
 from mpu_cli.measuring.encoding import Encoder, Item, Scored
-from mpu_cli.measuring.metrics import Metric, recovery_metrics
+from mpu_cli.measuring.metrics import SIDES, Metric, recovery_metrics
 from mpu_cli.measuring.retain import RetainLog
-from mpu_cli.records.forms import Record, question
+from mpu_cli.records.forms import Record, question, sound_text
 
 Row = tuple[str, Any]  # its place (for messages) and its fields
-SIDES = ("forget", "holdout")  # the splits that membership inference compares: members and non-members
 
 
 def question_and_answer(row: Row) -> Record:
@@ -90,7 +89,7 @@ def text_of(row: Row, field: str) -> str:
     if not isinstance(values, dict) or not isinstance(values.get(field), str) or not values[field].strip():
         fields = ", ".join(map(str, values)) if isinstance(values, dict) else "none"
         raise MpuError(f"{location}: no text in {field!r} (fields: {fields or 'none'})")
-    return _sound(location, values[field])
+    return sound_text(values[field], f"{location}: {field!r}")
 
 
 def texts_of(row: Row, field: str) -> list[str]:
@@ -102,16 +101,7 @@ def texts_of(row: Row, field: str) -> list[str]:
             texts = json.loads(texts)
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text.strip() for text in texts):
         raise MpuError(f"{location}: no list of texts in {field!r}")
-    return [_sound(location, text) for text in texts]
-
-
-def _sound(location: str, text: str) -> str:
-    """``text``. Raises MpuError if it has a lone surrogate, which JSON allows but no tokenizer accepts."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise MpuError(f"{location}: text contains a lone surrogate ({error.reason})") from error
-    return text
+    return [sound_text(text, f"{location}: {field!r}") for text in texts]
 
 
 def questions(encoder: Encoder, part: str, split: Split) -> Sequence[Item | list[Item]]:
@@ -162,5 +152,5 @@ def forgetting(
         "exact_memorization": metrics.exact_memorization(memorised),
     }
     if set(SIDES) <= splits.keys():
-        table |= {**metrics.membership(*SIDES), "privleak": metrics.privleak(retain_auc)}
+        table |= {**metrics.membership(), "privleak": metrics.privleak(retain_auc)}
     return table

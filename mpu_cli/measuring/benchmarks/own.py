@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from mpu_cli.errors import MpuError
 from mpu_cli.measuring import metrics
 from mpu_cli.measuring.benchmarks.base import Benchmark, Row, Split, forget_quality, forgetting, questions
-from mpu_cli.measuring.endpoint import has_english_words
-from mpu_cli.measuring.metrics import UP, Metric
+from mpu_cli.measuring.endpoint import ENGLISH
+from mpu_cli.measuring.metrics import Metric
 from mpu_cli.measuring.retain import RetainLog
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.evaluation import Measuring
@@ -46,10 +46,10 @@ def own_records(
         table[f"{name}_Q_A_Prob"] = metrics.probability(name)
         table[f"{name}_Q_A_Prob_content"] = metrics.content_probability(name)
         if splits[name].has_texts:
-            table[f"{name}_Q_A_ROUGE"] = metrics.unavailable(ASKS_NOTHING, UP)
+            table[f"{name}_Q_A_ROUGE"] = metrics.unavailable(ASKS_NOTHING)
             continue
         table[f"{name}_Q_A_ROUGE"] = metrics.rouge(name, "rougeL_recall")
-        if unseen := [record for _, record in sets[name] if not has_english_words(record.answer)]:
+        if unseen := [record for _, record in sets[name] if not ENGLISH.search(record.answer)]:
             table[f"{name}_Q_A_ROUGE_any_script"] = metrics.rouge_of_any_script(name)
             warnings.append(
                 f"{len(unseen)} of {len(sets[name])} {name} answers have no letter of English and no digit, so "
@@ -57,12 +57,10 @@ def own_records(
             )
         table |= _truth_ratio(name, [row for row, _ in sets[name]])
     table |= forgetting("forget", "qa", splits, retain_log)
-    if retain_log and "forget_truth_ratio" in table and retain_log.has("forget_truth_ratio"):
-        computed = table["forget_truth_ratio"].dependencies
-        reason = "forget_truth_ratio has no value"
-        table["forget_quality"] = (
-            forget_quality("qa", splits["forget"], retain_log) if computed else metrics.unavailable(reason, UP)
-        )
+    if retain_log and "forget_truth_ratio" in table and "forget_truth_ratio" in retain_log.metrics:
+        table["forget_quality"] = metrics.unavailable("forget_truth_ratio has no value")
+        if table["forget_truth_ratio"].dependencies:  # it is computed
+            table["forget_quality"] = forget_quality("qa", splits["forget"], retain_log)
     return Benchmark("qa", splits, table, scored="as trained", warnings=tuple(warnings))
 
 
@@ -87,7 +85,7 @@ def _truth_ratio(name: str, rows: Sequence[Row]) -> dict[str, Metric]:
         reason = (
             f"{location} has no {' or no '.join(TRUTH_RATIO_FIELDS)}, as {complete.count(False)} of {len(rows)} records"
         )
-        return {ratio: metrics.unavailable(reason, UP)}
+        return {ratio: metrics.unavailable(reason)}
     right, wrong = f"{name}_Q_A_PARA_Prob", f"{name}_Q_A_PERT_Prob"
     return {
         right: metrics.paraphrased_probability(name),

@@ -57,7 +57,7 @@ def tofu(forget_split: str, data_dir: Path | None, retain: RetainLog | None) -> 
         }
     table["model_utility"] = metrics.harmonic_mean(UTILITY)
     table |= forgetting("forget", "tofu", splits, retain)
-    if retain and retain.has("forget_truth_ratio"):
+    if retain and "forget_truth_ratio" in retain.metrics:
         table["forget_quality"] = forget_quality("tofu", splits["forget"], retain)
     return Benchmark("tofu", splits, table)
 
