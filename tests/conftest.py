@@ -73,9 +73,16 @@ def _private_configuration(tmp_path_factory: pytest.TempPathFactory, monkeypatch
 
 @pytest.fixture
 def mpu(capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
-    """Run ``mpu ARGUMENTS`` in this process (torch is loaded once); ``check`` makes the test fail if it fails."""
+    """Run ``mpu ARGUMENTS`` in this process (torch is loaded once), which has to work unless ``check`` is off.
 
-    def run(*arguments: object, check: bool = True, cwd: Path | None = None) -> Outcome:
+    With ``fails``, it has to fail, to say this and, if it is given, to end with ``status``; with ``refused``, in one
+    error and nothing else.
+    """
+
+    def run(
+        *arguments: object, check: bool = True, refused: str | None = None, fails: str | None = None,
+        status: int | None = None, cwd: Path | None = None,
+    ) -> Outcome:  # fmt: skip
         capfd.readouterr()
         with monkeypatch.context() as patch:
             if cwd is not None:
@@ -84,7 +91,12 @@ def mpu(capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callab
                 main([str(argument) for argument in arguments])
         captured = capfd.readouterr()
         outcome = Outcome(int(stop.value.code or 0), captured.out, captured.err)
-        if check:
+        says = refused if fails is None else fails
+        if says is not None:
+            assert says in outcome.err
+            assert outcome.status == status if status is not None else outcome.status != 0, outcome.err
+            assert refused is None or outcome.is_one_error, outcome.err
+        elif check:
             assert outcome.status == 0, outcome.err
         return outcome
 
@@ -127,6 +139,11 @@ def _quick_commands() -> None:
         importlib.import_module(module)
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    return save(random_model("llama"), tmp_path / "base")
 
 
 @pytest.fixture

@@ -165,11 +165,6 @@ def test_scripts_that_no_test_runs_import_what_there_is(path: Path) -> None:
                 assert is_module or hasattr(module, each.name), f"{node.module}.{each.name}"
 
 
-def test_importing_loads_no_torch() -> None:
-    program = "import sys, mpu_cli; mpu_cli.__version__; print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout == b"False\n"
-
-
 def test_functions_take_the_options_of_their_commands(tmp_path: Path) -> None:
     base = save(random_model("llama"), tmp_path / "base")
     published = mpu_cli.publish(base, out=tmp_path, keys=tmp_path / "k.bin", copies=2, symmetries="none", kappa=0.5)

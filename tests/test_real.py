@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from filelock import FileLock
 from mpu_cli.cli.main import main
 from mpu_cli.demo.model import make_people
 from tests.helpers.models import load
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import example
 
 pytestmark = [
     pytest.mark.slow,
@@ -40,14 +39,6 @@ class Real:
     retain: Path
 
 
-def make() -> ModuleType:
-    """examples/real/make.py"""
-    maker = importlib.util.spec_from_file_location("make", ROOT / "examples/real/make.py")
-    module = importlib.util.module_from_spec(maker)
-    maker.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="session")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Real:
     basetemp = tmp_path_factory.getbasetemp()
@@ -59,7 +50,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> Real:
             people = make_people(4, 0)
             for path, those in ((paths.forget, people[:1]), (paths.retain, people[1:])):
                 path.write_text("".join(json.dumps(row) + "\n" for person in those for row in person))
-            make().make_model(paths.public)
+            example("real/make").make_model(paths.public)
             data = ["--data", str(paths.forget), "--data", str(paths.retain), "--out", str(paths.target)]
             with pytest.raises(SystemExit) as stop:
                 main(["finetune", str(paths.public), *data, "--epochs", "6", "--batch-size", "5", "--lr", "1e-4"])

@@ -25,6 +25,7 @@ from mpu_cli.measuring.scoring import Scorer
 from mpu_cli.options.unlearning import RecordFormat
 from mpu_cli.records.encode import Encoding
 from mpu_cli.records.read import read_records
+from tests.helpers.attacks import edit
 from tests.helpers.models import load, random_model, save, write_records
 from tests.helpers.paths import ROOT
 from tests.helpers.shapes import make
@@ -86,16 +87,19 @@ def test_a_checkpoint_file_and_npo(workplace, demo, shell):
     assert AutoModelForCausalLM.from_pretrained(workplace / "unlearned").dtype == torch.float32
 
 
-def test_help_loads_neither_torch_nor_transformers():
+def loading_of(modules, arguments, cwd=None):
+    """What a command writes to standard error in a process of its own, and last which of ``modules`` it loaded."""
     program = (
         "import sys\nfrom mpu_cli.cli.main import main\ntry: main()\n"
-        "finally: print(sys.modules.keys() & {'torch', 'transformers', 'numpy', 'pyrage'}, file=sys.stderr)"
+        f"finally: print(sys.modules.keys() & {modules}, file=sys.stderr)"
     )
+    command = [sys.executable, "-c", program, *arguments.split()]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True).stderr.splitlines()
+
+
+def test_help_loads_neither_torch_nor_transformers():
     for arguments in ("--help", "publish --help", "unlearn --help", "--version"):
-        done = subprocess.run(
-            [sys.executable, "-c", program, *arguments.split()], capture_output=True, text=True, check=True
-        )
-        assert done.stderr.strip() == "set()"
+        assert loading_of({"torch", "transformers", "numpy", "pyrage"}, arguments) == ["set()"]
 
 
 @pytest.mark.slow
@@ -112,14 +116,7 @@ def test_servers_commands_load_no_transformers(root: Path, mpu: Callable, comman
         "invert": "invert deltas/1.safetensors --keys keys.bin",
         "aggregate": "aggregate deltas --keys keys.bin --out model",
     }[command]
-    program = (
-        "import sys\nfrom mpu_cli.cli.main import main\ntry: main()\n"
-        "finally: print(sys.modules.keys() & {'transformers', 'accelerate', 'scipy'}, file=sys.stderr)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, *line.split()], cwd=root, capture_output=True, text=True, check=True
-    )
-    assert done.stderr.splitlines()[-1] == "set()"
+    assert loading_of({"transformers", "accelerate", "scipy"}, line, cwd=root)[-1] == "set()"
 
 
 @pytest.mark.slow
@@ -206,9 +203,8 @@ BAD_MODELS = {
 
 
 @pytest.mark.parametrize("what", BAD_MODELS)
-def test_a_base_that_is_none(mpu, tmp_path, what):
+def test_a_base_that_is_none(mpu, tmp_path, base, what):
     spoil, complaint = BAD_MODELS[what]
-    base = save(random_model("llama"), tmp_path / "base")
     spoil(base)
     outcome = mpu("publish", base, "--out", tmp_path / "out", "--keys", tmp_path / "keys.bin", check=False)
     assert_refused(outcome, complaint)
@@ -277,8 +273,7 @@ def test_a_missing_base(mpu, tmp_path):
     assert not any(tmp_path.iterdir())
 
 
-def test_an_output_that_exists_stays(mpu, tmp_path):
-    base = save(random_model("llama"), tmp_path / "base")
+def test_an_output_that_exists_stays(mpu, tmp_path, base):
     mpu("publish", base, cwd=tmp_path)
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     assert_refused(mpu("publish", base, check=False, cwd=tmp_path), "--force")
@@ -295,9 +290,7 @@ def test_a_text_has_no_other_answer(mpu, tmp_path):
     save(random_model("llama"), tmp_path / "base")
     (tmp_path / "forget.jsonl").write_text(json.dumps({"text": " ".join(["w4"] * 200)}) + "\n")
     write_records(tmp_path / "retain.jsonl", 2, 2)
-    outcome = mpu("unlearn", "base", "--algo", "dpo", check=False, cwd=tmp_path)
-    assert outcome.status == 2
-    assert "forget.jsonl, line 1 is a text" in outcome.err
+    mpu("unlearn", "base", "--algo", "dpo", fails="forget.jsonl, line 1 is a text", status=2, cwd=tmp_path)
 
 
 def test_a_record_longer_than_the_model_reads(mpu, tmp_path):
@@ -384,8 +377,7 @@ def test_unlearn_arguments(mpu, tmp_path, arguments, complaint, status):
     assert not (tmp_path / "deltas").exists()
 
 
-def test_a_tokenizer_without_template_or_none(mpu, tmp_path):
-    base = save(random_model("llama"), tmp_path / "base")
+def test_a_tokenizer_without_template_or_none(mpu, tmp_path, base):
     write_records(tmp_path / "forget.jsonl", 4, 1)
     (base / "chat_template.jinja").unlink()
     arguments = ["unlearn", "base", "--algo", "gradascent", "--epochs", 1]
@@ -401,8 +393,7 @@ def test_a_tokenizer_without_template_or_none(mpu, tmp_path):
     assert_refused(mpu(*arguments, "--force", check=False, cwd=tmp_path), "base")
 
 
-def test_a_template_without_system_turn(mpu, tmp_path):
-    base = save(random_model("llama"), tmp_path / "base")
+def test_a_template_without_system_turn(mpu, tmp_path, base):
     write_records(tmp_path / "forget.jsonl", 4, 1)
     template = (base / "chat_template.jinja").read_text()
     refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
@@ -426,8 +417,7 @@ def test_code_in_a_folder_is_not_run(tmp_path, shell):
     for name, change in changes.items():
         base = save(random_model("llama"), tmp_path / name.removesuffix(".json"))
         (base / "hack.py").write_text(hack)
-        path = base / name
-        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        edit(base / name, **change)
         shell(f"yes | mpu unlearn {base.name} --algo gradascent --epochs 1")
         assert not (tmp_path / "owned").exists()
 
@@ -500,8 +490,7 @@ def test_a_text_of_paragraphs(mpu, tmp_path):
 def test_a_table_with_other_columns(mpu, tmp_path, header, hint):
     """The hint can be pasted, and a name that is nearly right is put right."""
     (tmp_path / "t.csv").write_text(f"{header}\n" + ",".join("xyz"[: header.count(",") + 1]) + "\n")
-    refused = mpu("unlearn", "base", "--forget", "t.csv", check=False, cwd=tmp_path)
-    assert (refused.status, hint in refused.err) == (1, True)
+    mpu("unlearn", "base", "--forget", "t.csv", fails=hint, status=1, cwd=tmp_path)
     columns = hint.removeprefix("--columns ").strip("'")
     [record] = read_records(tmp_path / "t.csv", RecordFormat(columns=columns))
     assert len(record.turns) == 1

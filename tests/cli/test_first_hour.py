@@ -128,11 +128,10 @@ class TestEvaluatingADelta:
     def test_another_copys_delta_is_refused(self, mpu: Callable, root: Path) -> None:
         mpu("publish", "base", "--copies", 2, cwd=root)
         mpu("unlearn", "copy_1", *TRAINING, cwd=root)
-        refused = mpu(
-            "eval", "copy_2", "--benchmark", "qa", "--delta", "deltas/copy_1.safetensors", check=False, cwd=root
-        )
-        assert refused.is_one_error
-        assert "not a delta of copy_2" in refused.err
+        mpu(
+            "eval", "copy_2", "--benchmark", "qa", "--delta", "deltas/copy_1.safetensors",
+            refused="not a delta of copy_2", cwd=root,
+        )  # fmt: skip
 
 
 @pytest.mark.slow
@@ -141,8 +140,7 @@ def test_the_second_round_by_hand_is_that_of_run(mpu: Callable, root: Path) -> N
     mpu("run", "base", *TRAINING, "--copies", 2, "--secret-seed", 3, "--rounds", 2, "--loss-reference", "round",
         cwd=root)  # fmt: skip
     mpu("publish", "base", "--copies", 2, "--seed", 3, cwd=root)
-    for k in (1, 2):
-        mpu("unlearn", f"copy_{k}", *TRAINING, cwd=root)
+    mpu("unlearn", "copy_1", "copy_2", *TRAINING, cwd=root)
     mpu("aggregate", "deltas", cwd=root)
     copies = mpu("publish", "unlearned", "--copies", 2, "--seed", 3, cwd=root).out.split()
     assert copies == ["round_2/copy_1", "round_2/copy_2"]
@@ -196,15 +194,11 @@ class TestRecords:
         expected, actual = (load_file(root / f"{name}.safetensors") for name in ("ours", "mine"))
         assert all(torch.equal(expected[name], actual[name]) for name in expected)
         for columns, says in (("question=prompt", "no field 'prompt'"), ("question", "expected NAME=COLUMN")):
-            refused = mpu("unlearn", "base", *TRAINING, *mine, "--columns", columns, check=False, cwd=root)
-            assert refused.is_one_error
-            assert says in refused.err
+            mpu("unlearn", "base", *TRAINING, *mine, "--columns", columns, refused=says, cwd=root)
 
     def test_a_table_with_a_cell_too_many(self, mpu: Callable, root: Path) -> None:
         (root / "bad.csv").write_text("question,answer\nWho?,Me,you\n")
-        refused = mpu("unlearn", "base", "--forget", "bad.csv", check=False, cwd=root)
-        assert refused.is_one_error
-        assert "bad.csv, record 1" in refused.err
+        mpu("unlearn", "base", "--forget", "bad.csv", refused="bad.csv, record 1", cwd=root)
 
     def test_truncation_is_counted(self, mpu: Callable, root: Path) -> None:
         (root / "long.jsonl").write_text(
@@ -265,9 +259,7 @@ def test_out_may_be_a_directory(mpu: Callable, root: Path) -> None:
 
 def test_a_delta_gets_its_suffix(mpu: Callable, root: Path) -> None:
     assert mpu("unlearn", "base", *TRAINING, "--out", "mine", cwd=root).out == "mine.safetensors\n"
-    refused = mpu("unlearn", "base", *TRAINING, "--out", "mine.bin", check=False, cwd=root)
-    assert refused.is_one_error
-    assert "use mine.safetensors" in refused.err
+    mpu("unlearn", "base", *TRAINING, "--out", "mine.bin", refused="use mine.safetensors", cwd=root)
     assert not (root / "mine.bin").exists()
 
 
@@ -277,25 +269,17 @@ class TestMistakes:
 
     def test_a_copy_is_not_published(self, mpu: Callable, root: Path) -> None:
         mpu("publish", "base", "--copies", 2, cwd=root)
-        refused = mpu("publish", "copy_1", check=False, cwd=root)
-        assert refused.is_one_error
-        assert "a copy, not a model" in refused.err
+        mpu("publish", "copy_1", refused="a copy, not a model", cwd=root)
 
     def test_a_check_against_the_copy_itself_or_a_later_one(self, mpu: Callable, root: Path) -> None:
         for number in (1, 2):
             options = ("--copies", 2, "--run", "one", "--round", number)
             mpu("publish", "base", *options, "--out", f"round_{number}", "--keys", f"{number}.bin", cwd=root)
         for before, complaint in (("round_1/copy_1", "the copy itself"), ("round_2/copy_1", "swapped")):
-            refused = mpu(
-                "check", "round_1/copy_1", "--forget", "forget.jsonl", "--before", before, check=False, cwd=root
-            )
-            assert refused.is_one_error
-            assert complaint in refused.err
+            mpu("check", "round_1/copy_1", "--forget", "forget.jsonl", "--before", before, refused=complaint, cwd=root)
 
     def test_an_evaluation_of_nothing(self, mpu: Callable, root: Path) -> None:
-        refused = mpu("eval", "base", check=False, cwd=root)
-        assert (refused.status, "--forget" in refused.err) == (2, True)
-        assert refused.is_one_error
+        mpu("eval", "base", refused="--forget", status=2, cwd=root)
 
     def test_an_audit_with_another_base_is_warned_of(self, mpu: Callable, root: Path) -> None:
         save(random_model("llama", seed=3), root / "other")
@@ -307,25 +291,18 @@ class TestMistakes:
 class TestCheckedBeforeTheWork:
     def test_a_metric_that_the_sweep_will_not_have(self, mpu: Callable, root: Path) -> None:
         (root / "grid.toml").write_text('base = "base"\nalgo = "graddiff"\n[eval]\nbenchmark = "qa"\n')
-        refused = mpu("sweep", "grid.toml", "--metrics", "model_utility", check=False, cwd=root)
-        assert refused.is_one_error
-        assert "model_utility" in refused.err
+        mpu("sweep", "grid.toml", "--metrics", "model_utility", refused="model_utility", cwd=root)
         assert not (root / "grid").exists()
 
     @pytest.mark.parametrize("command", [("eval", "base"), ("unlearn", "base", "--forget", "tofu:forget01")])
     def test_a_data_dir_that_is_not_there(self, mpu: Callable, root: Path, command: tuple) -> None:
-        refused = mpu(*command, "--data-dir", "nowhere", check=False, cwd=root)
-        assert refused.is_one_error
-        assert "nowhere: no such directory" in refused.err
+        mpu(*command, "--data-dir", "nowhere", refused="nowhere: no such directory", cwd=root)
 
     def test_another_base_is_not_blamed_on_the_client(self, mpu: Callable, root: Path) -> None:
         save(random_model("qwen2"), root / "other")
         mpu("publish", "base", "--copies", 2, cwd=root)
-        for k in (1, 2):
-            mpu("unlearn", f"copy_{k}", *TRAINING, cwd=root)
-        refused = mpu("aggregate", "deltas", "--base", "other", check=False, cwd=root)
-        assert refused.is_one_error
-        assert "other: is not the model that was published" in refused.err
+        mpu("unlearn", "copy_1", "copy_2", *TRAINING, cwd=root)
+        mpu("aggregate", "deltas", "--base", "other", refused="other: is not the model that was published", cwd=root)
 
     def test_one_shard(self, mpu: Callable, root: Path) -> None:
         (root / "base/model.safetensors").rename(root / "base/model-00001-of-00002.safetensors")
@@ -405,15 +382,11 @@ class TestDryRun:
             (("unlearn", "copy_1", "--beta1", 2), "beta1"),
             (("aggregate", "deltas"), "deltas"),
         ):
-            refused = mpu(*arguments, "--dry-run", check=False, cwd=root)
-            assert refused.is_one_error
-            assert named in refused.err
+            mpu(*arguments, "--dry-run", refused=named, cwd=root)
 
     @pytest.mark.slow
     def test_a_file_of_records_is_no_copy_and_an_index_of_shards_is(self, mpu: Callable, root: Path) -> None:
-        refused = mpu("unlearn", "base", "retain.jsonl", *TRAINING, check=False, cwd=root)
-        assert refused.is_one_error
-        assert "repeat --forget or --retain" in refused.err
+        mpu("unlearn", "base", "retain.jsonl", *TRAINING, refused="repeat --forget or --retain", cwd=root)
         model = AutoModelForCausalLM.from_pretrained(root / "base")
         model.save_pretrained(root / "base", max_shard_size="20KB")
         (root / "base/model.safetensors").unlink(missing_ok=True)
@@ -434,8 +407,7 @@ class TestTheModelCard:
     @pytest.mark.slow
     def test_provenance_without_secrets(self, mpu: Callable, root: Path) -> None:
         mpu("publish", "base", "--copies", 2, "--seed", 7, cwd=root)
-        for k in (1, 2):
-            mpu("unlearn", f"copy_{k}", *TRAINING, cwd=root)
+        mpu("unlearn", "copy_1", "copy_2", *TRAINING, cwd=root)
         document = mpu("aggregate", "deltas", "--json", cwd=root).json
         card = (root / "unlearned" / "README.md").read_text()
         head = yaml.safe_load(card.split("---")[1])
@@ -447,12 +419,9 @@ class TestTheModelCard:
     @pytest.mark.slow
     def test_a_push_that_cannot_work_is_refused_before_the_work(self, mpu: Callable, root: Path) -> None:
         mpu("publish", "base", "--copies", 2, cwd=root)
-        for k in (1, 2):
-            mpu("unlearn", f"copy_{k}", *TRAINING, cwd=root)
+        mpu("unlearn", "copy_1", "copy_2", *TRAINING, cwd=root)
         for name, named in (("noowner", "expected OWNER/NAME"), ("some/model", "--push some/model")):
-            refused = mpu("aggregate", "deltas", "--push", name, check=False, cwd=root)
-            assert refused.is_one_error
-            assert named in refused.err
+            mpu("aggregate", "deltas", "--push", name, refused=named, cwd=root)
             assert not (root / "unlearned").exists()
 
 
@@ -484,9 +453,7 @@ class TestTune:
             (("--trials", 0), "--trials"),
             (("--forget", "none.jsonl"), "none.jsonl"),
         ):
-            refused = mpu("tune", "base", *TRAINING[6:], *arguments, check=False, cwd=root)
-            assert refused.is_one_error
-            assert named in refused.err
+            mpu("tune", "base", *TRAINING[6:], *arguments, refused=named, cwd=root)
 
     def test_nothing_found_is_said(self, mpu: Callable, root: Path) -> None:
         outcome = mpu("tune", "base", "--algo", "npo", "--template", "plain", "--trials", 1, "--least-lr", 1e-9,
@@ -495,11 +462,10 @@ class TestTune:
         assert (outcome.status, outcome.out) == (1, "")
 
     def test_no_trial_in_bounds(self, mpu: Callable, root: Path) -> None:
-        refused = mpu("tune", "base", "--algo", "npo", "--template", "plain", "--trials", 1, "--least-lr", 0.5,
-                      "--most-lr", 0.5, "--most-epochs", 2, "--max-rise", 1e-6, check=False,
-                      cwd=root)  # fmt: skip
-        assert refused.status == 1
-        assert "no trial stayed in bounds" in refused.err
+        mpu(
+            "tune", "base", "--algo", "npo", "--template", "plain", "--trials", 1, "--least-lr", 0.5, "--most-lr",
+            0.5, "--most-epochs", 2, "--max-rise", 1e-6, fails="no trial stayed in bounds", status=1, cwd=root,
+        )  # fmt: skip
 
 
 def test_a_folder_says_what_is_next(mpu: Callable, root: Path) -> None:

@@ -23,6 +23,7 @@ import typer
 from safetensors.torch import save_file
 
 from mpu_cli.cli.main import COMMANDS, app
+from mpu_cli.files.manifest import DeltaManifest, as_metadata, delta_facts
 from mpu_cli.files.reader import OPTION
 from mpu_cli.model.family import SETS
 from mpu_cli.options.declare import declared_options
@@ -32,7 +33,7 @@ from mpu_cli.protocol.noise import SCHEMES
 from mpu_cli.training.job import PRECISIONS
 from mpu_cli.training.losses import ALGORITHMS, RETAIN, Constants
 from mpu_cli.training.optimizers import OPTIMIZERS
-from tests.helpers.models import random_model, save, write_records
+from tests.helpers.models import random_model, save
 
 
 def test_choices_are_those_of_the_tables():
@@ -80,33 +81,27 @@ def test_help_says_each_algorithms_constants() -> None:
     assert f"{ALGORITHMS['hinge'].faithful_alpha:g} for a hinge" in declared_options(Loss)["alpha"].help
 
 
-def test_standard_output_carries_paths_only(mpu, tmp_path):
-    base = save(random_model("llama"), tmp_path / "base")
-    write_records(tmp_path / "forget.jsonl", 4, 1)
-    write_records(tmp_path / "retain.jsonl", 4, 2)
-    assert mpu("publish", base, "--copies", 2, cwd=tmp_path).out == "copy_1\ncopy_2\n"
+def test_standard_output_carries_paths_only(mpu, root):
+    assert mpu("publish", "base", "--copies", 2, cwd=root).out == "copy_1\ncopy_2\n"
     for k in (1, 2):
-        outcome = mpu("unlearn", f"copy_{k}", "--algo", "npo", "--epochs", 1, cwd=tmp_path)
+        outcome = mpu("unlearn", f"copy_{k}", "--algo", "npo", "--epochs", 1, cwd=root)
         assert outcome.out == f"deltas/copy_{k}.safetensors\n"
-    assert mpu("invert", "deltas", cwd=tmp_path).out == "inverted/copy_1.safetensors\ninverted/copy_2.safetensors\n"
-    assert mpu("aggregate", "deltas", cwd=tmp_path).out == "unlearned\n"
+    assert mpu("invert", "deltas", cwd=root).out == "inverted/copy_1.safetensors\ninverted/copy_2.safetensors\n"
+    assert mpu("aggregate", "deltas", cwd=root).out == "unlearned\n"
 
 
 @pytest.mark.slow
-def test_json_is_one_document(mpu, tmp_path):
-    base = save(random_model("llama"), tmp_path / "base")
-    write_records(tmp_path / "forget.jsonl", 4, 1)
-    write_records(tmp_path / "retain.jsonl", 4, 2)
-    assert mpu("publish", base, "--copies", 2, "--json", cwd=tmp_path).json["copies"] == ["copy_1", "copy_2"]
+def test_json_is_one_document(mpu, root):
+    assert mpu("publish", "base", "--copies", 2, "--json", cwd=root).json["copies"] == ["copy_1", "copy_2"]
     for k in (1, 2):
-        mpu("unlearn", f"copy_{k}", "--algo", "npo", "--epochs", 1, "--json", cwd=tmp_path)
-    document = mpu("aggregate", "deltas", "--json", cwd=tmp_path).json
+        assert mpu("unlearn", f"copy_{k}", "--algo", "npo", "--epochs", 1, "--json", cwd=root).json
+    document = mpu("aggregate", "deltas", "--json", cwd=root).json
     assert [c["copy"] for c in document["copies"]] == [1, 2]
-    assert mpu("verify", "copy_1", "--json", cwd=tmp_path).json["ok"]
-    kinds = {path: mpu("inspect", path, "--json", cwd=tmp_path).json["kind"] for path in
+    assert mpu("verify", "copy_1", "--json", cwd=root).json["ok"]
+    kinds = {path: mpu("inspect", path, "--json", cwd=root).json["kind"] for path in
              ("copy_1", "deltas/copy_1.safetensors", "keys.bin", "unlearned", "base")}  # fmt: skip
     assert len(set(kinds.values())) == 5
-    assert len(mpu("inspect", "base", "--tensors", "--json", cwd=tmp_path).json["list"]) == 20
+    assert len(mpu("inspect", "base", "--tensors", "--json", cwd=root).json["list"]) == 20
 
 
 def test_debug_shows_the_traceback(mpu, tmp_path):
@@ -132,8 +127,7 @@ def test_help_tells_defaults():
     assert "(default: none, noise is scaled to BASE)" in text
 
 
-def test_options_by_variables(mpu, tmp_path, monkeypatch):
-    base = save(random_model("llama"), tmp_path / "base")
+def test_options_by_variables(mpu, tmp_path, base, monkeypatch):
     for name, value in (("COPIES", "3"), ("ROUND", "5"), ("JSON", "1"), ("KEYS", str(tmp_path / "k"))):
         monkeypatch.setenv(f"MPU_PUBLISH_{name}", value)
     monkeypatch.setenv("MPU_VERSION", "1.0")  # somebody else's
@@ -142,8 +136,6 @@ def test_options_by_variables(mpu, tmp_path, monkeypatch):
 
 
 def test_control_characters_do_not_reach_the_terminal(mpu, tmp_path):
-    from mpu_cli.files.manifest import DeltaManifest, as_metadata, delta_facts
-
     for algorithm in ("npo", "npo\nrun  FORGED\x1b[2J"):
         facts = delta_facts(DeltaManifest(None, algorithm))
         save_file({"a\x1b[31m": torch.zeros(1)}, tmp_path / "d.safetensors", as_metadata(facts))
@@ -189,15 +181,11 @@ class TestOptionsFromAFile:
     )
     def test_mistakes(self, mpu: Callable, root: Path, text: str, named: str) -> None:
         (root / "mpu.toml").write_text(text)
-        refused = mpu("publish", "base", "--config", "mpu.toml", check=False, cwd=root)
-        assert refused.is_one_error
-        assert named in refused.err
+        mpu("publish", "base", "--config", "mpu.toml", refused=named, cwd=root)
         assert not list(root.glob("copy_*"))
 
     def test_a_models_config_is_another_option(self, mpu: Callable, root: Path) -> None:
-        refused = mpu("publish", "base", "--config", "base/config.json", check=False, cwd=root)
-        assert refused.is_one_error
-        assert "--model-config" in refused.err
+        mpu("publish", "base", "--config", "base/config.json", refused="--model-config", cwd=root)
 
     def test_unknown_variables_are_named(self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MPU_PUBLISH_KAPA", "0.5")
@@ -276,8 +264,7 @@ def test_help_in_two_levels(mpu, command):
 
 def test_an_option_that_is_nearly_right(mpu, tmp_path):
     (tmp_path / "sweep.toml").write_text('base = "base"\nbatchsize = 8\n')
-    outcome = mpu("sweep", "sweep.toml", check=False, cwd=tmp_path)
-    assert (outcome.status, "did you mean batch_size?" in outcome.err) == (2, True)
+    mpu("sweep", "sweep.toml", fails="did you mean batch_size?", status=2, cwd=tmp_path)
 
 
 @pytest.mark.parametrize("value", ["many", "0"])

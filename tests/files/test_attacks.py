@@ -16,9 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.folder import clean_config
-from mpu_cli.files.manifest import DeltaManifest, as_metadata, delta_facts
+from mpu_cli.files.manifest import DeltaManifest, as_metadata, delta_facts, delta_manifest
 from mpu_cli.files.randomness import Randomness
 from mpu_cli.files.reader import MAX_HEADER, open_checkpoint
+from mpu_cli.model import load as loading
+from mpu_cli.model.source import Model, open_model
 from mpu_cli.training.private import with_noise
 from tests.helpers.attacks import TRAINING, edit, publish_copy, unlearn_copy
 from tests.helpers.models import DemoModel, load, random_model, save
@@ -52,10 +54,7 @@ class TestACopyThatReadsTheClientsDisk:
             target.write_text((copy / name).read_text())
         (copy / name).unlink()
         (copy / name).symlink_to(target)
-        refused = unlearn_copy(mpu, root, copy, "d", check=False)
-        assert refused.status == 1
-        assert "is a link" in refused.err
-        assert refused.is_one_error
+        unlearn_copy(mpu, root, copy, "d", refused="is a link", status=1)
         assert not (root / "d.safetensors").exists()
 
     def test_links_of_the_hubs_cache_are_files(self, mpu: Callable, root: Path) -> None:
@@ -123,8 +122,8 @@ class TestACopyThatReadsTheClientsDisk:
         """peft would import what ``megatron_core`` names, and read other kinds of adapters."""
         records = ["--forget", demo.forget, "--retain", demo.retain]
         mpu("publish", demo.model, "--copies", 2, cwd=root)
-        for k in (1, 2):
-            mpu("unlearn", f"copy_{k}", *records, "--algo", "npo", "--epochs", 1, "--lora-rank", 2, cwd=root)
+        training = ("--algo", "npo", "--epochs", 1, "--lora-rank", 2)
+        mpu("unlearn", "copy_1", "copy_2", *records, *training, cwd=root)
         mpu("aggregate", "deltas", "--keys", "keys.bin", "--as-adapter", "--out", "adapter", cwd=root)
         (root / "evil_module.py").write_text(f"open({str(root / 'ran')!r}, 'w')")
         edit(root / "adapter/adapter_config.json", megatron_config={"a": 1}, megatron_core="evil_module")
@@ -145,15 +144,12 @@ class TestACopyThatReadsTheClientsDisk:
             sys.path.remove(str(root))
         assert not (root / "ran").exists()
         edit(root / "adapter/adapter_config.json", peft_type="PREFIX_TUNING")
-        refused = mpu("eval", "adapter", *options, "--out", "b.json", check=False, cwd=root)
-        assert "not a LoRA adapter" in refused.err
+        mpu("eval", "adapter", *options, "--out", "b.json", fails="not a LoRA adapter", cwd=root)
 
     def test_weights_that_change_between_check_and_use(
         self, mpu: Callable, root: Path, private: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Another file under the name once its header was read: what was loaded is compared with what was opened."""
-        from mpu_cli.model import load as loading
-
         copy, read = publish_copy(mpu, root), loading.AutoConfig.from_pretrained
 
         def swap(*arguments: object, **options: object) -> object:
@@ -164,8 +160,6 @@ class TestACopyThatReadsTheClientsDisk:
         opened = open_checkpoint(copy / "model.safetensors")
         opened.tensor("model.norm.weight")  # mapped, as it is once its fingerprint was taken
         monkeypatch.setattr(loading.AutoConfig, "from_pretrained", swap)
-        from mpu_cli.model.source import Model, open_model
-
         copy_model = open_model(str(copy))
         model = Model(copy_model.source, opened, copy_model.config, copy_model.config_path, copy_model.folder)
         with pytest.raises(MpuError, match="differs from this file"):
@@ -199,8 +193,7 @@ class TestWhatLeavesTheServer:
         (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "_from": secret, "prompt": "hi"}))
         (base / "preprocessor_config.json").write_text(json.dumps({"size": {"height": 2}, "cache_dir": secret}))
         publish_copy(mpu, root)
-        for k in (1, 2):
-            mpu("unlearn", f"copy_{k}", *TRAINING, "--lora-rank", 2, cwd=root)
+        mpu("unlearn", "copy_1", "copy_2", *TRAINING, "--lora-rank", 2, cwd=root)
         mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "model", cwd=root)
         mpu("aggregate", "deltas", "--keys", "keys.bin", "--as-adapter", "--out", "adapter", cwd=root)
         for name in ("config.json", "tokenizer_config.json"):  # the result is the server's own
@@ -235,32 +228,25 @@ class TestSmallThings:
         copy = publish_copy(mpu, root)
         edit(copy / "config.json", vocab_size=30_000_000)
         started = time.monotonic()
-        refused = unlearn_copy(mpu, root, copy, "d", check=False)
-        assert "describes a model of" in refused.err
-        assert refused.is_one_error
+        unlearn_copy(mpu, root, copy, "d", refused="describes a model of")
         assert time.monotonic() - started < 20
 
     def test_a_header_that_fills_the_memory(self, mpu: Callable, root: Path) -> None:
         copy = publish_copy(mpu, root)
         path = copy / "model.safetensors"
         path.write_bytes((MAX_HEADER + 1).to_bytes(8, "little") + b"[" * (MAX_HEADER + 1))
-        refused = unlearn_copy(mpu, root, copy, "d", check=False)
-        assert "header is longer" in refused.err
+        unlearn_copy(mpu, root, copy, "d", fails="header is longer")
 
     def test_an_algorithm_that_is_markup(self, mpu: Callable, root: Path) -> None:
         """The delta's word for it stands in the model card."""
         publish_copy(mpu, root)
-        for k in (1, 2):
-            mpu("unlearn", f"copy_{k}", *TRAINING, cwd=root)
+        mpu("unlearn", "copy_1", "copy_2", *TRAINING, cwd=root)
         path = root / "deltas/copy_1.safetensors"
         facts = json.loads(open_checkpoint(path).metadata["mpu"]) | {"algorithm": "npo |\n# Owned\n![](http://x)"}
         save_file(load_file(path), path, as_metadata(facts))
-        refused = mpu("aggregate", "deltas", "--keys", "keys.bin", check=False, cwd=root)
-        assert "algorithm: not of the form" in refused.err
+        mpu("aggregate", "deltas", "--keys", "keys.bin", fails="algorithm: not of the form", cwd=root)
 
     def test_facts_of_a_delta_are_plain(self, tmp_path: Path) -> None:
-        from mpu_cli.files.manifest import delta_manifest
-
         good = delta_facts(DeltaManifest(None, "npo"))
         for bad in (
             {"privacy": {"epsilon": "<script>"}}, {"privacy": {"a b": 1}}, {"trained": {"key": "x" * 999}},
@@ -284,9 +270,7 @@ class TestSmallThings:
         options = ["--pretrained", "reference", "--copies", 2, "--seed", 1, "--kappa", 0.1]
         mpu("publish", "base", *options, "--only", 1, cwd=root)
         save(random_model("llama", seed=6), root / "reference")
-        refused = mpu("publish", "base", *options, "--only", 2, check=False, cwd=root)
-        assert refused.status == 1
-        assert "another pretrained model" in refused.err
+        mpu("publish", "base", *options, "--only", 2, fails="another pretrained model", status=1, cwd=root)
         assert not (root / "copy_2").exists()
 
     @pytest.mark.slow

@@ -9,43 +9,36 @@ import os
 import resource
 import stat
 import subprocess
-import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 
 import pyrage
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.manifest import delta_manifest
 from mpu_cli.files.reader import open_checkpoint
 from mpu_cli.files.sealing import default_identity_path, make_identity, parse_recipients, read_identities
-from mpu_cli.model.load import longest_independent_input
+from mpu_cli.model.load import longest_independent_input, tokenizer_of
 from mpu_cli.model.source import open_model
 from mpu_cli.protocol.keys import seal, unseal
 from mpu_cli.records import forms
 from mpu_cli.records.encode import Encoding, Example
 from mpu_cli.records.read import read_records
 from mpu_cli.training.copycheck import traps
+from mpu_cli.training.data import Dataset, records_digest
 from mpu_cli.training.ledger import LedgerEntry, default_ledger_path, read_ledger, write_down
 from mpu_cli.training.private import Mechanism, composed_epsilon
 from tests.helpers.attacks import edit, unlearn_copy
-from tests.helpers.models import CONFIGS, FAMILY_CONFIGS, load, random_model, save, write_records
+from tests.helpers.models import CONFIGS, FAMILY_CONFIGS, load, random_model, save
 
 QA = ("--benchmark", "qa", "--forget", "forget.jsonl", "--out", "eval.json")
 WORD = "w9"  # which a hostile template or tokenizer treats in another way
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Path:
-    save(random_model("llama"), tmp_path / "base")
-    write_records(tmp_path / "forget.jsonl", 6, 1)
-    write_records(tmp_path / "retain.jsonl", 6, 2)
-    return tmp_path
 
 
 def copies(mpu: Callable, root: Path) -> tuple[Path, Path]:
@@ -84,17 +77,12 @@ class TestTags:
             raise AssertionError("a record was read")
 
         monkeypatch.setattr(Encoding, "encode_each", read)
-        refused = unlearn_copy(mpu, root, crafted, "2", check=False)
-        assert (refused.status, "is not that of another copy of the round" in refused.err) == (1, True)
+        unlearn_copy(mpu, root, crafted, "2", fails="is not that of another copy of the round", status=1)
 
     @pytest.mark.parametrize("word", [WORD, "w7"])
     def test_a_tag_says_nothing_of_a_copys_encoding(self, mpu: Callable, root: Path, word: str) -> None:
         """Trained all the same, both copies have one tag, with the word in the records and without."""
-        rows = [
-            {"question": "w4 w5", "answer": f"w6 {word}"},
-            *({"question": "w4", "answer": f"w{i}"} for i in range(5)),
-        ]
-        (root / "forget.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_records_with(word, root)
         honest, crafted = copies(mpu, root)
         treat_word_differently(crafted)
         for number, copy in enumerate((honest, crafted), 1):
@@ -111,11 +99,7 @@ class TestTags:
     @pytest.mark.parametrize("word", [WORD, "w7"])
     def test_a_reference_file_is_no_oracle_either(self, mpu: Callable, root: Path, word: str) -> None:
         """Probabilities of round 1 are refused for a copy of another template, whatever the records hold."""
-        rows = [
-            {"question": "w4 w5", "answer": f"w6 {word}"},
-            *({"question": "w4", "answer": f"w{i}"} for i in range(5)),
-        ]
-        (root / "forget.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_records_with(word, root)
         honest, _ = copies(mpu, root)
         options = ("--algo", "npo", "--reference-file", "ref.safetensors", "--trust-copy", "--template", "chat")
         unlearn_copy(mpu, root, honest, "1", *options)
@@ -124,12 +108,9 @@ class TestTags:
         assert facts["round"] == 1
         edit(honest / "mpu.json", round=2)
         weights = load_file(honest / "model.safetensors")
-        from safetensors.torch import save_file
-
         metadata = {"mpu": json.dumps(json.loads((honest / "mpu.json").read_text()))}
         save_file(weights, honest / "model.safetensors", metadata)
-        refused = unlearn_copy(mpu, root, honest, "2", *options, check=False)
-        assert (refused.status, "tokenizer, template or config" in refused.err) == (1, True)
+        unlearn_copy(mpu, root, honest, "2", *options, fails="tokenizer, template or config", status=1)
 
     def test_a_special_token_cannot_replace_the_template(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         _, tokenizer = load(root / "base", torch.float32, "cpu")
@@ -141,11 +122,9 @@ class TestTags:
     def test_a_normalizer_is_seen_by_like(self, mpu: Callable, root: Path) -> None:
         """The records need not show it: the files' content is compared."""
         honest, _ = copies(mpu, root)
-        table = json.loads((honest / "tokenizer.json").read_text())
-        table["normalizer"] = {"type": "Replace", "pattern": {"String": "w99"}, "content": "w98"}
-        (honest / "tokenizer.json").write_text(json.dumps(table))
-        refused = unlearn_copy(mpu, root, honest, "1", "--public", "base", check=False)
-        assert (refused.status, "'normalizer'" in refused.err) == (1, True)
+        normalizer = {"type": "Replace", "pattern": {"String": "w99"}, "content": "w98"}
+        edit(honest / "tokenizer.json", normalizer=normalizer)
+        unlearn_copy(mpu, root, honest, "1", "--public", "base", fails="'normalizer'", status=1)
 
 
 NAMES = [*CONFIGS, *FAMILY_CONFIGS]
@@ -212,9 +191,7 @@ class TestDpSgd:
         (root / "base/tokenizer.json").write_text(json.dumps(table))
         write_records_with("zq", root)
         options = ("--algo", "gradascent", "--epochs", 1, "--lr", "1e-3")
-        refused = mpu("unlearn", "base", *options, check=False, cwd=root)
-        assert refused.status == 1
-        assert "forget.jsonl, line 1: the tokenizer returned token" in refused.err
+        mpu("unlearn", "base", *options, fails="forget.jsonl, line 1: the tokenizer returned token", status=1, cwd=root)
         private = mpu("unlearn", "base", *options, "--dp-epsilon", 8, cwd=root)
         assert "1 of 6 records of the forget set are left out" in private.err
 
@@ -245,8 +222,7 @@ class TestACopyThatIsNotLookedAt:
         BertLMHeadModel(config).save_pretrained(root / "bert")
         for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             (root / "bert" / file).write_bytes((root / "base" / file).read_bytes())
-        refused = mpu("unlearn", "bert", "--algo", "graddiff", check=False, cwd=root)
-        assert (refused.status, "is not an architecture of mpu's" in refused.err) == (1, True)
+        mpu("unlearn", "bert", "--algo", "graddiff", fails="is not an architecture of mpu's", status=1, cwd=root)
 
     @pytest.mark.parametrize(
         "name", [pytest.param(n, marks=() if n in CONFIGS else pytest.mark.exhaustive) for n in NAMES]
@@ -268,8 +244,7 @@ class TestAPlantedCheckpoint:
             (planted / name).write_bytes((honest / name).read_bytes())
         (planted / "trainer_state.json").write_text("{}")
         (planted / "mpu-seal.json").write_text(json.dumps({"hmac-sha256": "0" * 64}))
-        refused = unlearn_copy(mpu, root, honest, "d", "--resume", check=False)
-        assert (refused.status, "not a checkpoint that this mpu wrote" in refused.err) == (1, True)
+        unlearn_copy(mpu, root, honest, "d", "--resume", fails="not a checkpoint that this mpu wrote", status=1)
         (planted / "mpu-seal.json").unlink()
         unlearn_copy(mpu, root, honest, "d", "--resume")  # it counts as one that was never finished
 
@@ -350,8 +325,6 @@ class TestInspect:
         for name in ("config.json", "model.safetensors"):
             (model / name).write_bytes((root / "base" / name).read_bytes())
         weights = load_file(model / "model.safetensors")
-        from safetensors.torch import save_file
-
         save_file(
             weights, model / "model.safetensors", {"mpu": json.dumps({"format": "mpu-model", "run": "x", "round": 1})}
         )
@@ -365,8 +338,6 @@ class TestInspect:
         assert "hunter2" not in outcome.out
 
     def test_json_has_no_control_characters(self, mpu: Callable, root: Path) -> None:
-        from safetensors.torch import save_file
-
         save_file({"w\u009b31m\u202e": torch.zeros(2)}, root / "odd.safetensors")
         outcome = mpu("inspect", "odd.safetensors", "--tensors", "--json", cwd=root)
         assert all(character.isprintable() or character == "\n" for character in outcome.out)
@@ -385,8 +356,7 @@ class TestHeaders:
         (root / "evil.age").write_bytes(evil)
         (root / "evil.bin").write_bytes(evil)
         for command in (("unlearn", "evil.age"), ("aggregate", "d", "--keys", "evil.bin")):
-            refused = mpu(*command, check=False, cwd=root)
-            assert (refused.status, "header is longer" in refused.err) == (1, True)
+            mpu(*command, fails="header is longer", status=1, cwd=root)
 
     def test_as_many_recipients_as_fit(self, tmp_path: Path) -> None:
         from mpu_cli.files.sealing import MAX_RECIPIENTS, check_header
@@ -408,8 +378,6 @@ class TestKeysOfSomebodyElse:
         copies(mpu, root)
         [identity] = read_identities(default_identity_path())
         genuine = unseal(root / "keys.bin", [identity])
-        from dataclasses import replace
-
         forged = replace(genuine, base=replace(genuine.base, path="owner/name"))
         (root / "forged.bin").write_bytes(seal(forged, [identity.to_public()]))
         unlearn_copy(mpu, root, root / "copy_1", "1")
@@ -450,8 +418,6 @@ class TestResults:
 class TestResources:
     def test_layers_of_nothing(self, mpu: Callable, root: Path) -> None:
         """Empty tensors do not count for the number of layers that a config may ask for."""
-        from safetensors.torch import save_file
-
         honest, _ = copies(mpu, root)
         weights = load_file(honest / "model.safetensors")
         metadata = open_checkpoint(honest / "model.safetensors").metadata
@@ -459,14 +425,12 @@ class TestResources:
             {**weights, **{f"x.{i}": torch.zeros(0) for i in range(4000)}}, honest / "model.safetensors", metadata
         )
         edit(honest / "config.json", num_hidden_layers=3000)
-        refused = unlearn_copy(mpu, root, honest, "d", check=False)
-        assert (refused.status, "num_hidden_layers is 3,000, more than" in refused.err) == (1, True)
+        unlearn_copy(mpu, root, honest, "d", fails="num_hidden_layers is 3,000, more than", status=1)
 
     def test_added_tokens_without_end(self, mpu: Callable, root: Path) -> None:
         honest, _ = copies(mpu, root)
         (honest / "added_tokens.json").write_text(json.dumps({f"t{i}": 96 + i for i in range(30_000)}))
-        refused = unlearn_copy(mpu, root, honest, "d", check=False)
-        assert (refused.status, "30,000 added tokens" in refused.err) == (1, True)
+        unlearn_copy(mpu, root, honest, "d", fails="30,000 added tokens", status=1)
 
     def test_added_tokens_inside_of_tokenizer_json(self, mpu: Callable, root: Path) -> None:
         honest, _ = copies(mpu, root)
@@ -474,8 +438,7 @@ class TestResources:
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
         tokenizer["added_tokens"] += [{"id": 96 + i, "content": f"t{i}", **flags} for i in range(30_000)]
         (honest / "tokenizer.json").write_text(json.dumps(tokenizer))
-        refused = unlearn_copy(mpu, root, honest, "d", check=False)
-        assert (refused.status, "added tokens, and mpu takes 20,000" in refused.err) == (1, True)
+        unlearn_copy(mpu, root, honest, "d", fails="added tokens, and mpu takes 20,000", status=1)
 
     @pytest.mark.slow
     def test_a_vocabulary_in_an_older_form_is_converted_within_limits(self, mpu: Callable, root: Path) -> None:
@@ -486,21 +449,16 @@ class TestResources:
         merges = "\n".join(f"{i >> 4:x} {i & 15:x}" for i in range(16, 3_000_000))
         (honest / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
         started, memory = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        refused = unlearn_copy(mpu, root, honest, "d", check=False)
-        assert (refused.status, "vocab.json: it" in refused.err) == (1, True)
+        unlearn_copy(mpu, root, honest, "d", fails="vocab.json: it", status=1)
         assert time.monotonic() - started < 120
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1e6  # kilobytes
 
     @pytest.mark.slow
     def test_a_decoder_that_grows_is_tried_within_limits(self, mpu: Callable, root: Path) -> None:
         honest, _ = copies(mpu, root)
-        tokenizer = json.loads((honest / "tokenizer.json").read_text())
         decoders = [{"type": "Replace", "pattern": {"String": "w"}, "content": "w" * 60}] * 6
-        tokenizer["decoder"] = {"type": "Sequence", "decoders": decoders}
-        (honest / "tokenizer.json").write_text(json.dumps(tokenizer))
-        refused = mpu("eval", honest, *QA, check=False, cwd=root)
-        assert (refused.status, refused.is_one_error) == (1, True), refused.err
-        assert "cannot turn tokens into text" in refused.err
+        edit(honest / "tokenizer.json", decoder={"type": "Sequence", "decoders": decoders})
+        mpu("eval", honest, *QA, refused="cannot turn tokens into text", status=1, cwd=root)
 
 
 @pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer", "RobertaTokenizer", "BertTokenizer"])
@@ -509,8 +467,6 @@ def test_vocabularies_in_older_forms_are_read_as_transformers_reads_them(tmp_pat
     """Without a tokenizer.json, and when an older form lies beside one."""
     from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer
     from transformers import AutoTokenizer
-
-    from mpu_cli.model.load import tokenizer_of
 
     texts = [path.read_text() for path in sorted(Path(forms.__file__).parent.glob("*.py"))]
     tokenizer = BertWordPieceTokenizer() if kind == "BertTokenizer" else ByteLevelBPETokenizer()
@@ -559,16 +515,7 @@ class TestTheSpoolOfSomebodyElse:
 
 def test_records_are_digested_as_the_client_has_them(root: Path) -> None:
     """The digest in a tag is of texts, options apart: no tokenizer is involved."""
-    from mpu_cli.training.data import Dataset, records_digest
-
     records = read_records(root / "forget.jsonl")
     digests = {records_digest(Dataset(part)) for part in (records, records[1:], records[::-1])}
     assert len(digests) == 3
     assert all(len(digest) == len(hashlib.sha256(b"").hexdigest()) for digest in digests)
-
-
-def test_the_program_for_templates_is_the_packages_own() -> None:
-    from mpu_cli.subprocesses import python_command
-
-    command = python_command("mpu_cli.files.sandbox", "serve")
-    assert command[:2] == [sys.executable, "-c"]

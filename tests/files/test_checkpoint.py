@@ -11,6 +11,7 @@ import struct
 import subprocess
 import sys
 
+import huggingface_hub
 import numpy as np
 import pytest
 import torch
@@ -23,6 +24,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.files.reader import ITEM_SIZE, TORCH, fingerprint, open_checkpoint
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import CheckpointWriter
+from mpu_cli.model.source import locate
 
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -340,10 +342,6 @@ class TestTransaction:
 
 def test_a_mistyped_path_is_not_looked_for_on_the_hub(monkeypatch, tmp_path):
     """A name whose first part is a folder here is a path; hub:… never is."""
-    import huggingface_hub
-
-    from mpu_cli.model.source import locate
-
     repo_ids = []
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **_: repo_ids.append(name) or str(tmp_path))
     monkeypatch.chdir(tmp_path)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import shutil
@@ -23,7 +22,7 @@ from mpu_cli.training.leakage import moved_rows
 from mpu_cli.training.ledger import LedgerEntry, default_ledger_path
 from tests.helpers.attacks import TRAINING, edit, publish_copy, unlearn_copy
 from tests.helpers.models import DemoModel, load, random_model, save, write_records
-from tests.helpers.paths import ROOT
+from tests.helpers.paths import example
 
 
 class TestADeltaThatListsTheWords:
@@ -88,24 +87,12 @@ class TestADeltaThatListsTheWords:
         publish_copy(mpu, root)
         for k, options in ((1, []), (2, ["--train-embeddings"])):
             mpu("unlearn", f"copy_{k}", *TRAINING, *options, cwd=root)
-        refused = mpu("aggregate", "deltas", "--keys", "keys.bin", check=False, cwd=root)
-        assert "tensors differ" in refused.err
+        mpu("aggregate", "deltas", "--keys", "keys.bin", fails="tensors differ", cwd=root)
         mpu("unlearn", "copy_2", *TRAINING, "--force", cwd=root)
         mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "after", cwd=root)
         before, after = (load_file(root / name / "model.safetensors") for name in ("base", "after"))
         assert torch.equal(before["model.embed_tokens.weight"], after["model.embed_tokens.weight"])
         assert not torch.equal(before["model.norm.weight"], after["model.norm.weight"])
-
-
-def imprint():
-    """examples/imprint.py, which plants the traps."""
-    path = ROOT / "examples/imprint.py"
-    spec = importlib.util.spec_from_file_location("imprint", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 class TestACraftedCopy:
@@ -157,9 +144,7 @@ class TestACraftedCopy:
         weights = {name: tensor * (4 if "embed" in name else 1) for name, tensor in weights.items()}
         save_file(weights, root / "copy_2/model.safetensors",
                   open_checkpoint(root / "copy_2/model.safetensors").metadata)  # fmt: skip
-        refused = unlearn_copy(mpu, root, root / "copy_2", "d2", check=False)
-        assert refused.status == 1
-        assert "that of copy 1" in refused.err
+        unlearn_copy(mpu, root, root / "copy_2", "d2", fails="that of copy 1", status=1)
         unlearn_copy(mpu, root, root / "copy_2", "d2", "--trust-copy")
 
     def test_another_publication_of_the_same_name(self) -> None:
@@ -178,9 +163,6 @@ class TestACraftedCopy:
     @pytest.mark.slow
     def test_trap_units(self, mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
         """They hand hidden states of single tokens over, exactly; the check sees them before anything is trained."""
-        from mpu_cli.records.encode import Encoding
-        from mpu_cli.records.read import read_records
-
         records = ["--forget", demo.forget, "--retain", demo.retain]
         training = [
             *records,
@@ -200,7 +182,7 @@ class TestACraftedCopy:
         mpu("unlearn", copy, *training, "--out", "honest.safetensors", cwd=tmp_path)
         model, tokenizer = load(copy, torch.float32, "cpu")
         examples = Encoding(tokenizer).encode([*read_records(demo.forget), *read_records(demo.retain)])
-        imprint().plant_traps(copy, [example.ids for example in examples], units=100)
+        example("imprint").plant_traps(copy, [example.ids for example in examples], units=100)
         refused = mpu("unlearn", copy, *training, "--out", "d.safetensors", check=False, cwd=tmp_path)
         assert refused.status == 1
         assert "units built to record single tokens" in refused.err
@@ -213,7 +195,7 @@ class TestACraftedCopy:
         # What the server would read, had the client not looked: rows that are hidden states of the records.
         model, _ = load(copy, torch.float32, "cpu")
         states = torch.nn.functional.normalize(
-            torch.cat(imprint().ffn_inputs(model, [e.ids for e in examples], 1)), dim=1
+            torch.cat(example("imprint").ffn_inputs(model, [e.ids for e in examples], 1)), dim=1
         )
 
         def rows_along_states(delta: Path) -> int:
@@ -241,9 +223,7 @@ class TestACopyThatFailsOnAWord:
         weights = load_file(copy / "model.safetensors")
         weights["model.embed_tokens.weight"][7] = float("nan")
         save_file(weights, copy / "model.safetensors", open_checkpoint(copy / "model.safetensors").metadata)
-        refused = unlearn_copy(mpu, root, copy, "d", check=False)
-        assert "'model.embed_tokens.weight' holds NaN or Inf" in refused.err
-        assert refused.is_one_error
+        unlearn_copy(mpu, root, copy, "d", refused="'model.embed_tokens.weight' holds NaN or Inf")
 
     @pytest.mark.slow
     def test_a_template_that_raises(self, mpu: Callable, root: Path, word: str) -> None:
@@ -252,8 +232,7 @@ class TestACopyThatFailsOnAWord:
         trap = "{% for m in messages %}{% if 'WORD' in m.content.split() %}{{ raise_exception('x') }}{% endif %}"
         trap = trap.replace("WORD", word) + "{% endfor %}"
         (copy / "chat_template.jinja").write_text(trap + template)
-        refused = unlearn_copy(mpu, root, copy, "d", check=False)
-        assert "forget.jsonl, line 1: the tokenizer's chat template rejected it (x)" in refused.err
+        unlearn_copy(mpu, root, copy, "d", fails="forget.jsonl, line 1: the tokenizer's chat template rejected it (x)")
         ledger = Path(os.environ["XDG_CONFIG_HOME"]) / "mpu/ledger.jsonl"
         assert len(ledger.read_text().splitlines()) == 1  # it counts, because it told something
         outcome = unlearn_copy(mpu, root, copy, "d", "--dp-epsilon", 8)

@@ -66,9 +66,7 @@ class TestATokenizerThatNeverEnds:
     def test_rules_that_grow_a_word(self, mpu: Callable, root: Path) -> None:
         copy = publish_copy(mpu, root)
         rules = [{"type": "Replace", "pattern": {"String": "w"}, "content": "w" * 300} for _ in range(5)]
-        tokenizer = json.loads((copy / "tokenizer.json").read_text())
-        tokenizer["normalizer"] = {"type": "Sequence", "normalizers": rules}
-        (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+        edit(copy / "tokenizer.json", normalizer={"type": "Sequence", "normalizers": rules})
         refused = unlearn_copy(mpu, root, copy, "d", check=False)
         assert "chat template or tokenizer cannot be used" in refused.err
         assert "GiB of memory" in refused.err or "longer than" in refused.err
@@ -76,13 +74,8 @@ class TestATokenizerThatNeverEnds:
 
     def test_one_that_panics(self, mpu: Callable, root: Path) -> None:
         copy = publish_copy(mpu, root)
-        tokenizer = json.loads((copy / "tokenizer.json").read_text())
-        tokenizer["normalizer"] = {"type": "Precompiled", "precompiled_charsmap": "AAAA"}
-        (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
-        refused = unlearn_copy(mpu, root, copy, "d", check=False)
-        assert refused.status == 1
-        assert "tokenizer" in refused.err
-        assert refused.is_one_error
+        edit(copy / "tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})
+        unlearn_copy(mpu, root, copy, "d", refused="tokenizer", status=1)
 
     @pytest.mark.slow
     def test_rules_that_add_a_thousand_tokens_to_each_text(self, mpu: Callable, root: Path) -> None:
@@ -96,9 +89,7 @@ class TestATokenizerThatNeverEnds:
             "special_tokens": {word: {"id": word, "ids": [number], "tokens": [word]}},
         }  # fmt: skip
         (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
-        refused = unlearn_copy(mpu, root, copy, "d", "--template", "plain", check=False)
-        assert "characters become 100," in refused.err
-        assert refused.is_one_error
+        unlearn_copy(mpu, root, copy, "d", "--template", "plain", refused="characters become 100,")
 
     def test_a_module_beside_the_copy_is_not_imported(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """By the process that contains templates and tokenizers: a copy's folder may be the current one."""
@@ -140,10 +131,7 @@ class TestATokenizerThatNeverEnds:
         (copy / "chat_template.jinja").unlink()
         listed = [{"name": name, "template": text} for name, text in template.items()]
         edit(copy / "tokenizer_config.json", chat_template=listed)
-        refused = unlearn_copy(mpu, root, copy, "d", check=False)
-        assert refused.status == 1
-        assert "template" in refused.err
-        assert refused.is_one_error
+        unlearn_copy(mpu, root, copy, "d", refused="template", status=1)
 
 
 class TestAnAdapter:

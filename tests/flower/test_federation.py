@@ -158,16 +158,13 @@ class TestWatch:
         mpu("publish", root / "base", "--out", root, "--keys", root / "keys.bin")
         (spool.root / "in" / COPY).parent.mkdir(parents=True)
         shutil.move(root / "copy_1", spool.root / "in" / COPY)  # not the run that its name says
-        outcome = mpu(
-            "watch", spool.root, *records(root, "a"), *TRAINING, "--work", root / "work", "--once", check=False
-        )
-        assert outcome.status == 1
-        assert "does not hold the copy that its name says" in outcome.err
+        mpu(
+            "watch", spool.root, *records(root, "a"), *TRAINING, "--work", root / "work", "--once",
+            fails="does not hold the copy that its name says", status=1,
+        )  # fmt: skip
         assert (spool.root / "out" / f"{COPY}.failed").read_bytes() == b""
         assert spool.state(COPY) == "failed"
-        inside = mpu("watch", spool.root, *records(root, "a"), "--work", spool.root / "work", check=False)
-        assert inside.is_one_error
-        assert "is in the spool" in inside.err
+        mpu("watch", spool.root, *records(root, "a"), "--work", spool.root / "work", refused="is in the spool")
 
 
 def watcher(net: Network, root: Path, owner: str, *training: object) -> subprocess.Popen:

@@ -15,9 +15,10 @@ def publish_copy(mpu: Callable, root: Path, *options: object, base: str = "base"
     return root / "copy_1"
 
 
-def unlearn_copy(mpu: Callable, root: Path, copy: Path, out: str, *options: object, check: bool = True):
-    return mpu("unlearn", copy, *TRAINING, "--out", f"{out}.safetensors", "--force", *options, check=check, cwd=root)
+def unlearn_copy(mpu: Callable, root: Path, copy: Path, out: str, *options: object, **expected: object):
+    return mpu("unlearn", copy, *TRAINING, "--out", f"{out}.safetensors", "--force", *options, **expected, cwd=root)
 
 
-def edit(path: Path, **values: object) -> None:
-    path.write_text(json.dumps({**json.loads(path.read_text()), **values}))
+def edit(path: Path, *without: str, **entries: object) -> None:
+    table = json.loads(path.read_text())
+    path.write_text(json.dumps({name: value for name, value in table.items() if name not in without} | entries))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -10,10 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from mpu_cli.toml import read_toml
 
 FOLDER = Path(__file__).parent / "templates"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.toml"))
@@ -36,7 +32,7 @@ class TemplateCase:
 
 
 def template_case(name: str) -> TemplateCase:
-    return TemplateCase(**tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8")))
+    return TemplateCase(**read_toml(FOLDER / f"{name}.toml"))
 
 
 @cache

@@ -7,7 +7,6 @@ prompts of token ids, echo, logprobs, max_tokens and stop.
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.helpers.federation import free_ports, wait_for
+from tests.helpers.federation import free_ports, is_listening, wait_for
 from tests.helpers.paths import ROOT
 
 
@@ -50,13 +49,8 @@ def serving(model: Path, *options: str) -> Iterator[str]:
     [port] = free_ports(1)
     process = subprocess.Popen([sys.executable, "-m", "tests.helpers.endpoint", str(model), str(port), *options],
                                cwd=ROOT)  # fmt: skip
-
-    def is_up() -> bool:
-        with socket.socket() as probe:
-            return probe.connect_ex(("127.0.0.1", port)) == 0
-
     try:
-        wait_for(is_up)
+        wait_for(lambda: is_listening(port))
         yield f"http://127.0.0.1:{port}/v1"
     finally:
         process.kill()

@@ -38,6 +38,11 @@ def free_ports(count: int) -> list[int]:
     return ports
 
 
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def wait_for(what: Callable[[], object], seconds: float = PATIENCE) -> None:
     end = time.monotonic() + seconds
     while not what():
@@ -119,11 +124,7 @@ class Network:
             "--disable-runtime-dependency-installation",
         )  # fmt: skip
 
-        def is_up() -> bool:
-            with socket.socket() as probe:
-                return probe.connect_ex(("127.0.0.1", self.ports["link"])) == 0
-
-        wait_for(is_up)
+        wait_for(lambda: is_listening(self.ports["link"]))
         if "superexec" not in self.processes:
             self.start(
                 "superexec", "flower-superexec", "--runtime-api-address", address,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -24,6 +25,7 @@ from mpu_cli.lab.attacks import AS_IT_IS, SCALED, SPECTRAL, estimates
 from mpu_cli.model.layout import layout_of
 from mpu_cli.model.sampling import AxisMap, map_columns, plane_matrices
 from mpu_cli.model.source import open_model
+from mpu_cli.protocol.keys import open_keys
 from mpu_cli.protocol.review import seen_of
 from tests.helpers.models import CONFIGS, needs_shared, random_model, save
 from tests.helpers.paths import SHARED
@@ -48,8 +50,6 @@ def test_finds_what_was_planted(mpu: Callable, tmp_path: Path, family: str, symm
         "--out", tmp_path, "--keys", tmp_path / "keys.bin", "--json",
     )  # fmt: skip
     assert outcome.status == 0
-    from mpu_cli.protocol.keys import open_keys
-
     keys = open_keys(tmp_path / "keys.bin")
     copy, model = open_model(str(tmp_path / "copy_1")), open_model(str(base))
     layout = layout_of(model.checkpoint.tensors, model.config, "")
@@ -260,8 +260,6 @@ def test_closed_forms() -> None:
 
 def test_match_is_the_best_assignment() -> None:
     """If rows compete for a column, finds the best total; checked by brute force."""
-    from itertools import permutations
-
     generator = torch.Generator().manual_seed(1)
     for _ in range(20):
         similarity = torch.rand(5, 5, generator=generator)

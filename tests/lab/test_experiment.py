@@ -152,9 +152,7 @@ class TestRun:
         actual, expected = (tensors(root / f"{out}/server/round_{last}/model") for out in ("stopped", "whole"))
         assert all(torch.equal(actual[name], expected[name]) for name in expected)
         assert mpu(*run, "--out", "stopped", "--min-cosine", least, cwd=root).out == outcome.out
-        failed_run = mpu(*run, "--out", "first", "--min-cosine", 0.9999, check=False, cwd=root)
-        assert "round 1: cosine between copies" in failed_run.err
-        assert failed_run.status == 1
+        mpu(*run, "--out", "first", "--min-cosine", 0.9999, fails="round 1: cosine between copies", status=1, cwd=root)
 
     def test_noised_keeps_the_noise(self, mpu: Callable, root: Path) -> None:
         """θ₁ = θ₀ + ε + Δ(θ₀ + ε), ε of scale κ·mean(α)."""
@@ -268,9 +266,7 @@ class TestRun:
         mpu(*command, cwd=root)
         again = mpu(*command, cwd=root)
         assert again.out.strip() == "out/server/round_1/model"
-        other = mpu(*command, "--kappa", 0.3, cwd=root, check=False)
-        assert other.status == 1
-        assert "experiment.kappa not set → 0.3" in other.err
+        mpu(*command, "--kappa", 0.3, cwd=root, fails="experiment.kappa not set → 0.3", status=1)
         (root / "mine").mkdir()
         (root / "mine" / "thesis.txt").write_text("all of it")
         assert "holds no experiment" in mpu("run", "base", "--out", "mine", cwd=root, check=False).err
@@ -311,10 +307,7 @@ class TestRun:
             (("--nodes", "1,1"), 2, "two copies at the same node"),
             (("--kappa", "-1"), 2, "at least 0"),
         ):
-            outcome = mpu("run", "base", *arguments, "--out", "bad", cwd=root, check=False)
-            assert outcome.status == status, outcome.err
-            assert said in outcome.err
-            assert outcome.is_one_error
+            mpu("run", "base", *arguments, "--out", "bad", cwd=root, refused=said, status=status)
 
     @pytest.mark.slow
     @pytest.mark.exhaustive
@@ -334,10 +327,8 @@ class TestRun:
             )
             < 1e-4
         )
-        bad = mpu(*run, "--forget", "nothing.jsonl", "--out", "bad", "--launch", command, cwd=root, check=False)
-        assert "nothing.jsonl" in bad.err
-        bad = mpu(*run, "--out", "worse", "--launch", "no-such-launcher -m", cwd=root, check=False)
-        assert "cannot be started" in bad.err
+        mpu(*run, "--forget", "nothing.jsonl", "--out", "bad", "--launch", command, cwd=root, fails="nothing.jsonl")
+        mpu(*run, "--out", "worse", "--launch", "no-such-launcher -m", cwd=root, fails="cannot be started")
 
 
 class TestSweep:
@@ -507,9 +498,7 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
             + '[[cases]]\nlr = [1e-4, 1e30]\n[[cases]]\nlr = 1e-5\nalphas = "1,1"\n[[cases]]\nlr = 1e-5\n'
             + 'mode = "noised"\nalphas = "1,2,3"\ncopies = 3\n'
         )
-        outcome = mpu("sweep", "cases.toml", cwd=root, check=False)
-        assert outcome.status == 1
-        assert "1 of 4 experiments failed" in outcome.err
+        mpu("sweep", "cases.toml", cwd=root, fails="1 of 4 experiments failed", status=1)
         lines = [json.loads(line) for line in (root / "cases/results.jsonl").read_text().splitlines()]
         assert [(line.get("lr"), line.get("alphas")) for line in lines] == [
             (1e-4, "default"), (1e-5, "1,1"), (1e-5, "1,2,3"),
@@ -681,8 +670,7 @@ class TestUntilPass:
         assert again.json == first.json
         for name, tensor in load_file(model / "model.safetensors").items():
             assert torch.equal(tensor, weights[name])
-        other = mpu(*run, "--kappa", 0.02, cwd=tmp_path, check=False)
-        assert "holds a different experiment" in other.err
+        mpu(*run, "--kappa", 0.02, cwd=tmp_path, fails="holds a different experiment")
         assert "need --until-pass" in mpu("run", demo.model, *records, "--max-left", 0.1, check=False).err
 
     @pytest.mark.slow

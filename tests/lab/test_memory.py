@@ -66,9 +66,8 @@ def test_activations_are_those_of_a_real_pass(tmp_path: Path, family: str, check
 
 
 @pytest.mark.slow
-def test_what_makes_it_fit_fits(mpu: Callable, tmp_path: Path) -> None:
+def test_what_makes_it_fit_fits(mpu: Callable, base: Path) -> None:
     """Options that `plan` names, given to it, are said to fit; less memory asks for more of them."""
-    base = save(random_model("llama"), tmp_path / "base")
     command = ("plan", base, "--length", 1024, "--batch-size", 32, "--json")
     report = mpu(*command, "--memory", "1TB").json
     assert (report["fits"], report["fits_with"]) == (True, None)

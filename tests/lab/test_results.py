@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
+from tests.helpers.attacks import edit
 from tests.helpers.models import random_model, save
 
 WEIGHTS = "model.safetensors"
@@ -34,10 +34,6 @@ def logits(folder: Path) -> torch.Tensor:
         return (
             AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(torch.arange(3, 19)[None]).logits
         )
-
-
-def edit(path: Path, **entries: object) -> None:
-    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
 def with_float32(folder: Path, names: Iterable[str]) -> None:
@@ -101,9 +97,7 @@ def test_a_config_says_the_dtype_of_the_base(mpu: Callable, root: Path, word: st
     """However many small tensors are in another one: what plain transformers loads is in the same."""
     base = save(random_model("gpt2", dtype=torch.bfloat16), root / "base")
     with_float32(base, ["bias", "ln_"])
-    config = json.loads((base / "config.json").read_text())
-    config = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
-    (base / "config.json").write_text(json.dumps(config | ({word: "bfloat16"} if word else {})))
+    edit(base / "config.json", "dtype", "torch_dtype", **({word: "bfloat16"} if word else {}))
     mpu("publish", "base", "--kappa", 0, "--copies", 2, cwd=root)
     assert AutoModelForCausalLM.from_pretrained(root / "copy_1").dtype == torch.bfloat16
     assert dtypes(root / "copy_1") == dtypes(base)

@@ -23,6 +23,7 @@ from mpu_cli.files.reader import fingerprint, open_checkpoint
 from mpu_cli.files.sealing import default_identity_path
 from mpu_cli.measuring.receipt import Signature, as_text, read_receipt, with_signature
 from mpu_cli.measuring.verdict import RecordScores, Share, Verdict, judge
+from tests.helpers.attacks import edit
 from tests.helpers.models import DemoModel
 
 
@@ -192,9 +193,7 @@ def test_a_copy_that_reads_records_differently_is_refused(mpu: Callable, folder:
     else:
         path.write_text(json.dumps(config | {"chat_template": changed}))
     records = ("--forget", demo.forget, "--retain", demo.retain, "--before", folder / "same/copy_2")
-    refused = mpu("check", copy, *records, check=False)
-    assert refused.is_one_error
-    assert "is not that of the copy that was trained on" in refused.err
+    mpu("check", copy, *records, refused="is not that of the copy that was trained on")
     receipt = folder / "trusted.json"
     mpu("check", copy, *records, "--trust-copy", "--receipt", receipt, check=False)
     assert json.loads(receipt.read_text())["verdict"].startswith("undecided")
@@ -232,18 +231,16 @@ def test_a_receipt_is_signed_by_both_and_by_nobody_else(mpu: Callable, folder: P
     assert path.read_text() == text
     sign = ("receipt", path, "--keys", folder / "same.bin", "--copy")
     unsigned = path.read_text()
-    wrong = mpu(*sign, folder / "same/copy_1", "--client-key", "0" * 64, check=False)
-    assert "not signed by the client" in wrong.err
+    mpu(*sign, folder / "same/copy_1", "--client-key", "0" * 64, fails="not signed by the client")
     assert path.read_text() == unsigned
     assert "other weights" in mpu(*sign, folder / "same/copy_2", check=False).err
     reads_otherwise = shutil.copytree(folder / "same/copy_1", folder / "reads_otherwise")
-    config = json.loads((reads_otherwise / "tokenizer_config.json").read_text())
-    (reads_otherwise / "tokenizer_config.json").write_text(json.dumps(config | {"padding_side": "left"}))
+    edit(reads_otherwise / "tokenizer_config.json", padding_side="left")
     assert "another tokenizer" in mpu(*sign, reads_otherwise, check=False).err
     wrong = mpu(*sign, folder / "same/copy_1", "--base", folder / "same/copy_2", check=False)
     assert wrong.is_one_error
     assert path.read_text() == unsigned
-    path.write_text(json.dumps(json.loads(unsigned) | {"checked": {"date": "2026-01-01", "model": None}}))
+    edit(path, checked={"date": "2026-01-01", "model": None})
     assert "not both there" in mpu("receipt", path, check=False).err
     path.write_text(unsigned)
     assert "go together" in mpu("receipt", path, "--keys", folder / "same.bin", check=False).err
@@ -265,8 +262,7 @@ def test_a_receipt_is_signed_by_both_and_by_nobody_else(mpu: Callable, folder: P
     assert "not signed by the server" in mpu("receipt", path, "--server-key", public["client"], check=False).err
     forged = with_signature(with_signature(read_receipt(path), "client", bytes(32)), "server", bytes(32))
     (folder / "forged.json").write_text(as_text(forged))
-    forged_again = mpu("receipt", folder / "forged.json", *sign[2:], folder / "same/copy_1", check=False)
-    assert "somebody else" in forged_again.err
+    mpu("receipt", folder / "forged.json", *sign[2:], folder / "same/copy_1", fails="somebody else")
     signed_receipt = json.loads(path.read_text())
     for change in (
         lambda entries: entries.update(left=1),
@@ -316,9 +312,7 @@ def test_a_receipt_does_not_contradict_itself(mpu: Callable, folder: Path, demo:
     for key in (one, one[:62] + "80"):
         forged = msgspec.structs.replace(receipt, client=Signature(public_key=key, signature=one + "00" * 32))
         (folder / "forged.json").write_text(as_text(forged))
-        refused = mpu("receipt", folder / "forged.json", check=False)
-        assert refused.is_one_error
-        assert "vouches for nothing" in refused.err
+        mpu("receipt", folder / "forged.json", refused="vouches for nothing")
     twice = path.read_text().replace('"verdict":', '"verdict": "pass: forgotten, the rest is kept", "verdict":')
     (folder / "changed.json").write_text(twice)
     assert "'verdict' twice" in mpu("receipt", folder / "changed.json", check=False).err
@@ -335,10 +329,8 @@ def test_a_receipt_does_not_link_requests(mpu: Callable, folder: Path, demo: Dem
         keys += re.findall("--opening ([0-9a-f]{64})", mpu("receipt", folder / name, *records).err)
     assert receipts[0]["records"] != receipts[1]["records"]
     assert keys[0] != keys[1]
-    refused = mpu("receipt", folder / "second.json", *records, "--opening", keys[0], check=False)
-    assert "other records" in refused.err
-    without_unseen = mpu("receipt", folder / "second.json", *records[:4], check=False)
-    assert "other records" in without_unseen.err
+    mpu("receipt", folder / "second.json", *records, "--opening", keys[0], fails="other records")
+    mpu("receipt", folder / "second.json", *records[:4], fails="other records")
 
 
 @pytest.mark.slow
@@ -376,9 +368,7 @@ def test_a_receipt_of_private_records_is_asked_for_twice(
         "--out", tmp_path / "deltas/")  # fmt: skip
     receipt = tmp_path / "receipt.json"
     ask = ("check", folder / "same/copy_1", *records, "--before", folder / "same/copy_2", "--receipt", receipt)
-    refused = mpu(*ask, check=False)
-    assert refused.is_one_error
-    assert "no ε covers" in refused.err
+    mpu(*ask, refused="no ε covers")
     assert not receipt.exists()
     mpu(*ask, "--outside-dp", check=False)
     assert receipt.exists()

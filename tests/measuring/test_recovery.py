@@ -15,11 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mpu_cli.measuring.relearning import CONTEXT, REPHRASINGS, round_weights
 from mpu_cli.options.unlearning import SYSTEM_PROMPT
-from tests.helpers.models import VOCABULARY, random_model, save
-
-
-def words(rng: random.Random, count: int) -> str:
-    return " ".join(f"w{rng.randrange(3, VOCABULARY)}" for _ in range(count))
+from tests.helpers.evaluation import words
+from tests.helpers.models import random_model, save
 
 
 @pytest.fixture
@@ -271,5 +268,4 @@ def test_refusals(mpu: Callable, root: Path, arguments: tuple, complaint: str) -
 
 
 def test_not_for_texts(mpu: Callable, root: Path) -> None:
-    refused = mpu("eval", root / "model", "--benchmark", "muse", "--attacks", "relearn", check=False)
-    assert "not for --benchmark muse" in refused.err
+    mpu("eval", root / "model", "--benchmark", "muse", "--attacks", "relearn", fails="not for --benchmark muse")

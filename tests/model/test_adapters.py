@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from mpu_cli.errors import MpuError
 from mpu_cli.files import sandbox
 from mpu_cli.model.staging import remark_on_ties, with_adapter
-from tests.helpers.models import random_model, save
+from tests.helpers.attacks import edit
+from tests.helpers.models import random_model
 
 IDS = torch.arange(3, 19)[None]
 MODULES = ["q_proj", "v_proj", "up_proj"]
@@ -45,11 +45,6 @@ def check_like_peft(folder: Path, family: str) -> None:
 def rename(folder: Path, new: Callable[[str], str]) -> None:
     path = folder / "adapter_model.safetensors"
     save_file({new(name): tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
-
-
-def edit(folder: Path, **entries: object) -> None:
-    path = folder / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
 @pytest.mark.slow
@@ -157,17 +152,15 @@ def test_what_is_not_honoured_is_refused(
 ) -> None:
     monkeypatch.setattr(sandbox, "REQUEST_SECONDS", 2.0)
     make_adapter(tmp_path, "llama-biases")
-    edit(tmp_path, **entries)
+    edit(tmp_path / "adapter_config.json", **entries)
     with pytest.raises(MpuError, match=complaint):
         with_adapter(random_model("llama-biases"), tmp_path)
 
 
-def test_an_adapter_beside_a_model(mpu: Callable, tmp_path: Path) -> None:
+def test_an_adapter_beside_a_model(mpu: Callable, tmp_path: Path, base: Path) -> None:
     """transformers would add it to the weights: refused, and the file by itself is the model without it."""
-    base = save(random_model("llama"), tmp_path / "base")
     make_adapter(base, "llama")
-    refused = mpu("publish", base, "--out", tmp_path, "--keys", tmp_path / "keys.bin", check=False)
-    assert (refused.status, "and a peft adapter" in refused.err) == (1, True)
+    mpu("publish", base, "--out", tmp_path, "--keys", tmp_path / "keys.bin", fails="and a peft adapter", status=1)
     weights = base / "model.safetensors"
     mpu("publish", weights, "--copies", 2, "--kappa", 0, "--symmetries", "none", "--out", tmp_path, "--keys",
         tmp_path / "keys.bin")  # fmt: skip

@@ -28,6 +28,7 @@ from mpu_cli.model.wrappers import WRAPPERS, supported_families
 from mpu_cli.protocol.noise import Extrapolated
 from mpu_cli.protocol.publication import Publication
 from mpu_cli.protocol.publish import Target, plan_publish, publish
+from tests.helpers.attacks import edit
 from tests.helpers.models import (
     CONFIGS,
     FAMILY_CONFIGS,
@@ -275,9 +276,7 @@ def test_experts_have_no_gradients_for_each_record(mpu: Callable, tmp_path: Path
     write_records(tmp_path / "forget.jsonl", 4, 1)
     private = ["--forget", "forget.jsonl", "--algo", "gradascent", "--epochs", 1, "--template", "plain",
                "--dp-epsilon", 8, "--lora-rank", 2]  # fmt: skip
-    outcome = mpu("unlearn", base, *private, check=False, cwd=tmp_path)
-    assert outcome.status == 2
-    assert "--lora-targets" in outcome.err
+    mpu("unlearn", base, *private, fails="--lora-targets", status=2, cwd=tmp_path)
     assert mpu("unlearn", base, *private, "--lora-targets", "q_proj,v_proj", cwd=tmp_path).out
 
 
@@ -312,9 +311,8 @@ def test_an_adapter_for_the_base(mpu: Callable, tmp_path: Path, family: str, tar
     base = make(family, tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 4, 1)
     mpu("publish", base, "--copies", 2, "--kappa", 1e-4, cwd=tmp_path)
-    for k in (1, 2):
-        mpu("unlearn", f"copy_{k}", "--algo", "gradascent", "--epochs", 2, "--batch-size", 2, "--template", "plain",
-            "--lr", "1e-2", "--lora-rank", 2, "--lora-targets", targets, cwd=tmp_path)  # fmt: skip
+    mpu("unlearn", "copy_1", "copy_2", "--algo", "gradascent", "--epochs", 2, "--batch-size", 2, "--template", "plain",
+        "--lr", "1e-2", "--lora-rank", 2, "--lora-targets", targets, cwd=tmp_path)  # fmt: skip
     mpu("aggregate", "deltas", cwd=tmp_path)
     mpu("aggregate", "deltas", "--as-adapter", "--out", "adapter", cwd=tmp_path)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
@@ -422,15 +420,10 @@ class TestCheckFamily:
 
     def test_a_family_that_is_not_listed(self, mpu: Callable, tmp_path: Path) -> None:
         base = make("glm4", tmp_path / "base")
-        config = json.loads((base / "config.json").read_text())
-        (base / "config.json").write_text(json.dumps(config | {"model_type": "mamba"}))
-        refused = mpu("check-family", base, check=False)
-        assert refused.is_one_error
-        assert "not supported" in refused.err
-        (base / "config.json").write_text(json.dumps(config | {"model_type": "xglm"}))
-        refused = mpu("check-family", base, check=False)
-        assert refused.is_one_error
-        assert "sinusoids" in refused.err
+        edit(base / "config.json", model_type="mamba")
+        mpu("check-family", base, refused="not supported")
+        edit(base / "config.json", model_type="xglm")
+        mpu("check-family", base, refused="sinusoids")
         around = make("llava", tmp_path / "around")
         config = json.loads((around / "config.json").read_text())
         config["text_config"]["model_type"] = "opt"
@@ -481,8 +474,7 @@ def test_dead_tensors_are_refused_by_name(mpu: Callable, tmp_path: Path) -> None
 )
 def test_configs_that_make_no_sense(mpu: Callable, tmp_path: Path, family: str, entries: dict) -> None:
     base = make(family, tmp_path / "base")
-    config = json.loads((base / "config.json").read_text()) | entries
-    (base / "config.json").write_text(json.dumps(config))
+    edit(base / "config.json", **entries)
     refused = mpu("publish", base, check=False, cwd=tmp_path)
     assert refused.status == 1
     assert refused.is_one_error, refused.err
@@ -493,11 +485,8 @@ def test_configs_that_make_no_sense(mpu: Callable, tmp_path: Path, family: str, 
 
 def test_quantised_weights_are_refused(mpu: Callable, tmp_path: Path) -> None:
     base = make("gpt_oss", tmp_path / "base")
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "mxfp4"}}))
-    refused = mpu("publish", base, check=False, cwd=tmp_path)
-    assert refused.is_one_error
-    assert "dequantise" in refused.err
+    edit(base / "config.json", quantization_config={"quant_method": "mxfp4"})
+    mpu("publish", base, refused="dequantise", cwd=tmp_path)
 
 
 def test_angles_that_are_undone() -> None:
@@ -558,12 +547,11 @@ def test_missing_entries_mean_what_transformers_takes_them_for(model_type: str) 
 def test_a_config_entry_that_copies_would_lack(mpu: Callable, tmp_path: Path) -> None:
     """check-family refuses what transformers reads and copies would not get; publish names the others, too."""
     base = make("llama", tmp_path / "base")
-    config = json.loads((base / "config.json").read_text())
-    (base / "config.json").write_text(json.dumps(config | {"a_multiplier": 2.0, "_name_or_path": "x"}))
+    edit(base / "config.json", a_multiplier=2.0, _name_or_path="x")
     printed = mpu("publish", base, "--out", tmp_path / "out", "--keys", tmp_path / "keys.bin").err
     assert "the copies do not get a_multiplier, which transformers does not read" in printed
     # attention_hidden_size is RWKV's: as if that were a family whose fields nobody had added.
-    (base / "config.json").write_text(json.dumps(config | {"model_type": "rwkv", "attention_hidden_size": 8}))
+    edit(base / "config.json", "a_multiplier", "_name_or_path", model_type="rwkv", attention_hidden_size=8)
     foreign = json.loads((base / "config.json").read_text())
     assert left_out(foreign, fields_of(foreign)) == ["attention_hidden_size"]
     for family in FAMILY_CONFIGS:

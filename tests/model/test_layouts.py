@@ -3,7 +3,6 @@ several tools. Each is what plain transformers reads."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mpu_cli.model.wrappers import WRAPPERS
+from tests.helpers.attacks import edit
 from tests.helpers.models import FAMILY_CONFIGS, by_kind, random_model, read, save
 
 WEIGHTS = "model.safetensors"
@@ -106,8 +106,7 @@ def test_shards_without_an_index(mpu: Callable, root: Path) -> None:
 
 
 def test_an_entry_that_transformers_does_not_read_is_no_warning(mpu: Callable, root: Path) -> None:
-    path = root / "base/config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"my_company_tag": "x"}))
+    edit(root / "base/config.json", my_company_tag="x")
     printed = mpu("publish", "base", "--kappa", 0, "--copies", 2, cwd=root).err
     assert "my_company_tag, which transformers does not read" in printed
     assert "warning: config.json" not in printed

@@ -3,7 +3,6 @@ is what every command sees."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -16,15 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mpu_cli.model.layout import expected_tensors
 from mpu_cli.model.network import build
 from mpu_cli.model.wrappers import WRAPPERS
+from tests.helpers.attacks import edit
 from tests.helpers.models import FAMILY_CONFIGS, load, random_model, save
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 IDS = torch.arange(3, 19)[None]
-
-
-def rewrite(folder: Path, **entries: object) -> None:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
 
 
 def logits(folder: Path) -> torch.Tensor:
@@ -36,7 +31,7 @@ def logits(folder: Path) -> torch.Tensor:
 def two_heads(root: Path) -> Path:
     """A base whose config ties a head that differs from the embedding; transformers leaves them apart."""
     save(random_model("llama", tie_word_embeddings=False), root / "base")
-    rewrite(root / "base", tie_word_embeddings=True)
+    edit(root / "base/config.json", tie_word_embeddings=True)
     return root
 
 
@@ -98,6 +93,6 @@ def test_which_config_of_a_wrapper_ties(name: str) -> None:
 
 
 def test_no_quantization_in_so_many_words(mpu: Callable, root: Path) -> None:
-    rewrite(root / "base", quantization_config=None)
+    edit(root / "base/config.json", quantization_config=None)
     mpu("publish", "base", "--kappa", 0, cwd=root)
     torch.testing.assert_close(logits(root / "copy_1"), logits(root / "base"), rtol=1e-4, atol=1e-5)

@@ -4,13 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.models import random_model, save
 from tests.helpers.publication import write_delta
-
-
-@pytest.fixture
-def base(tmp_path):
-    return save(random_model("llama"), tmp_path / "base")
 
 
 @pytest.fixture

@@ -63,10 +63,9 @@ class TestPublished:
     @pytest.mark.parametrize("adversary", ["one-copy", "all-copies"])
     @pytest.mark.parametrize("symmetries", ["none", "all"])
     def test_what_was_asked_for_is_in_the_files(
-        self, mpu: Callable, tmp_path: Path, adversary: str, symmetries: str
+        self, mpu: Callable, tmp_path: Path, base: Path, adversary: str, symmetries: str
     ) -> None:
         """σ in every block of every copy; all copies together leave only the shared noise, or none."""
-        base = save(random_model("llama"), tmp_path / "base")
         outcome = mpu(
             "publish", base, "--epsilon", 4, "--dp-delta", 1e-6, "--sensitivity", 0.05, "--adversary", adversary,
             "--symmetries", symmetries, "--budget-rounds", 3, "--alphas", "1,2", "--out", tmp_path,
@@ -125,8 +124,7 @@ class TestPublished:
             ("--epsilon 1 --dp-delta 1e-5 --sensitivity 1 --round 2", "--budget-rounds"),
         ],
     )
-    def test_refuses(self, mpu: Callable, tmp_path: Path, arguments: str, says: str) -> None:
-        base = save(random_model("llama"), tmp_path / "base")
+    def test_refuses(self, mpu: Callable, tmp_path: Path, base: Path, arguments: str, says: str) -> None:
         out = tmp_path / "out"
         refused = mpu("publish", base, *arguments.split(), "--out", out, "--keys", out / "k.bin", check=False)
         assert refused.status != 0

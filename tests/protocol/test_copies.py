@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,14 +9,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
+from tests.helpers.attacks import edit
 from tests.helpers.models import random_model
 
 TEXT = "Where was Ines born? It's 12345 a  b\n\nDon't, x_y"
-
-
-def edit(path: Path, *without: str, **entries: object) -> None:
-    table = json.loads(path.read_text())
-    path.write_text(json.dumps({name: value for name, value in table.items() if name not in without} | entries))
 
 
 def save_pieces(folder: Path) -> None:
@@ -52,9 +47,7 @@ def test_copies_that_would_have_other_tokens_are_refused(mpu: Callable, root: Pa
     """Copies do not get what looks like a path, and transformers then takes another class."""
     base = base_with_pieces(root / "own", "qwen3")
     edit(base / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast/", sp_model_kwargs={"a": 1})
-    refused = mpu("publish", base, "--out", root / "x", "--keys", root / "x/keys.bin", check=False)
-    assert refused.status == 1
-    assert "tokenizer_class" in refused.err
+    mpu("publish", base, "--out", root / "x", "--keys", root / "x/keys.bin", fails="tokenizer_class", status=1)
     assert not (root / "x").exists()
 
 

@@ -2,29 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from types import ModuleType
 
 import pytest
 
 from tests.helpers.models import needs_shared
-from tests.helpers.paths import ROOT, SHARED
+from tests.helpers.paths import SHARED, example
 
 LEVEL = 2.5  # nats per answer token on the records to be forgotten: where the clean runs are at a step of about 0.9
 TRAINING = ("--algo", "npo", "--epochs", 4, "--batch-size", 8, "--lr", "1e-4")
-
-
-def protection() -> ModuleType:
-    """examples/protection.py"""
-    spec = importlib.util.spec_from_file_location("protection", ROOT / "examples/protection.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @needs_shared
@@ -39,7 +29,7 @@ def test_at_equal_forgetting_a_lossy_copy_costs_less(mpu: Callable, tmp_path: Pa
         sets[name].write_text("".join(json.dumps(json.loads(row)) + "\n" for row in rows))
     full, public = SHARED / "models/full", SHARED / "models/pretrained"
     records = ("--forget", sets["forget"], "--retain", sets["retain"])
-    scored = protection().Scored(full, {"forget": sets["forget"], "retain": sets["kept"]})
+    scored = example("protection").Scored(full, {"forget": sets["forget"], "retain": sets["kept"]})
     before = scored.losses("retain")["retain"]
     rises: dict[str, list[float]] = {}
     for name, draw in itertools.product(("clean", "lossy"), (1, 2, 3)):

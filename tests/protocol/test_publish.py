@@ -31,6 +31,7 @@ from mpu_cli.options.publishing import HIDING_KAPPA, HIDING_PERMANENT
 from mpu_cli.protocol.keys import VERSION, unseal
 from mpu_cli.protocol.publication import Publication, default_secret_path
 from mpu_cli.protocol.register import default_register_path
+from tests.helpers.attacks import edit
 from tests.helpers.measuring import run_measured
 from tests.helpers.models import DemoModel, load, random_model, save
 from tests.helpers.protocol import tensors
@@ -142,8 +143,7 @@ class TestPublish:
 
     def test_copies_tell_no_secret(self, mpu, tmp_path, base):
         """Only the weights differ between the copies of two seeds, and the copies contain no secret."""
-        config = json.loads((base / "config.json").read_text()) | {"_name_or_path": "/srv/secret-model"}
-        (base / "config.json").write_text(json.dumps(config))
+        edit(base / "config.json", _name_or_path="/srv/secret-model")
         (base / "training_args.bin").write_text("private")
         out = mpu("publish", base, "--alphas", "1.25,1.75", "--out", tmp_path, "--keys", tmp_path / "keys.bin")
         keys = keys_of(tmp_path)
@@ -217,9 +217,7 @@ class TestPublish:
         weights = load_file(base / "model.safetensors")
         weights["model.norm.weight"][0] = weight
         save_file(weights, base / "model.safetensors", {"format": "pt"})
-        outcome = mpu("publish", base, *arguments, check=False, cwd=tmp_path)
-        assert outcome.status == 1
-        assert complaint in outcome.err
+        mpu("publish", base, *arguments, fails=complaint, status=1, cwd=tmp_path)
         assert {path.name for path in tmp_path.iterdir()} == {"base"}
 
     def test_one_seed_and_other_options_are_another_publication(self, mpu, tmp_path, base):
@@ -244,10 +242,7 @@ class TestPublish:
         assert len(set(ids)) == 5
 
     def test_a_tokenizer_config_tells_no_path(self, mpu, tmp_path, base):
-        path = base / "tokenizer_config.json"
-        path.write_text(
-            json.dumps(json.loads(path.read_text()) | {"name_or_path": "/srv/secret", "auto_map": {"a": "b"}})
-        )
+        edit(base / "tokenizer_config.json", name_or_path="/srv/secret", auto_map={"a": "b"})
         mpu("publish", base, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
         config = json.loads((tmp_path / "copy_1/tokenizer_config.json").read_text())
         assert not {"name_or_path", "auto_map"} & set(config)
@@ -416,8 +411,7 @@ class TestWhatThePublisherIsTold:
         """Noise of the scale of what fine-tuning changed would be none: refused, and nothing is left."""
         same = shutil.copytree(base, tmp_path / "same")
         outputs = ("--out", tmp_path / "out", "--keys", tmp_path / "k.bin")
-        refused = mpu("publish", base, "--pretrained", same, *outputs, check=False)
-        assert (refused.status, "there is nothing to scale noise to" in refused.err) == (1, True)
+        mpu("publish", base, "--pretrained", same, *outputs, fails="there is nothing to scale noise to", status=1)
         assert not (tmp_path / "out").exists()
         assert not (tmp_path / "k.bin").exists()
 

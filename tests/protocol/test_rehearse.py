@@ -42,8 +42,7 @@ def test_a_training_of_fixed_length_is_refused(mpu: Callable, tmp_path: Path, de
     """Nothing says when it is enough, and nothing is held out."""
     mpu("publish", demo.model, "--copies", 2, "--kappa", 0.001, cwd=tmp_path)
     records = ("--forget", demo.forget, "--retain", demo.retain)
-    refused = mpu("rehearse", "copy_1", "copy_2", *records, "--epochs", 2, check=False, cwd=tmp_path)
-    assert (refused.is_one_error, "--epochs" in refused.err) == (True, True)
+    mpu("rehearse", "copy_1", "copy_2", *records, "--epochs", 2, refused="--epochs", cwd=tmp_path)
 
 
 def test_other_copies_are_refused_before_the_work(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
@@ -54,9 +53,7 @@ def test_other_copies_are_refused_before_the_work(mpu: Callable, tmp_path: Path,
         )
     records = ("--forget", demo.forget, "--retain", demo.retain, "--keys", "a.bin")
     for copies in (["a/copy_1"], ["a/copy_1", "b/copy_2"]):
-        refused = mpu("rehearse", *copies, *records, check=False, cwd=tmp_path)
-        assert refused.is_one_error
-        assert "name all copies" in refused.err
+        mpu("rehearse", *copies, *records, refused="name all copies", cwd=tmp_path)
 
 
 @pytest.mark.slow

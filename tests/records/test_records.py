@@ -6,8 +6,10 @@ import csv
 import gzip
 import json
 import re
+import socket
 from dataclasses import replace
 
+import datasets
 import pandas as pd
 import pytest
 import torch
@@ -39,8 +41,6 @@ def test_formats_of_files_hold_the_same(tmp_path):
         writer = csv.DictWriter(file, ["question", "answer"])
         writer.writeheader()
         writer.writerows(ROWS)
-    import datasets
-
     datasets.Dataset.from_list(ROWS).to_parquet(tmp_path / "a.parquet")
     read = [
         [(r.question, r.answer) for r in read_records(tmp_path / f"a.{end}")]
@@ -242,8 +242,6 @@ class TestFolders:
         ],
     )  # fmt: skip
     def test_what_is_read_is_what_datasets_reads(self, tmp_path, names):
-        import datasets
-
         folder = tmp_path / "clone"
         self.write(folder, *names)
         (folder / "README.md").write_text("# Records\n\nOf people.\n")
@@ -278,8 +276,6 @@ class TestFolders:
             read_records(f"{tmp_path}/folder:validation")
 
     def test_saved_to_disk(self, tmp_path):
-        import datasets
-
         table = datasets.Dataset.from_list(ROWS)
         table.save_to_disk(tmp_path / "one")
         datasets.DatasetDict({"forget": table, "other": table.select([0])}).save_to_disk(tmp_path / "several")
@@ -292,7 +288,6 @@ class TestFolders:
     @pytest.mark.parametrize("name", ["rec/forgets", "owner/name", "copies@old:train"])
     def test_a_path_that_does_not_exist_stays_on_this_machine(self, monkeypatch, name):
         """Nothing but hub:… is looked up."""
-        import socket
 
         def refuse(*_, **__):
             raise AssertionError("it was looked up")
@@ -478,8 +473,7 @@ def test_alternates():
 
 
 @pytest.mark.slow
-def test_alternates_from_a_file(mpu, tmp_path):
-    base = save(random_model("llama"), tmp_path / "base")
+def test_alternates_from_a_file(mpu, tmp_path, base):
     write_records(tmp_path / "forget.jsonl", 4, 1)
     write_records(tmp_path / "retain.jsonl", 4, 2)
     (tmp_path / "other.txt").write_text("w9 w8\n\nw7\n")

@@ -13,7 +13,9 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from mpu_cli.errors import MpuError
@@ -179,8 +181,6 @@ class TestPlain:
 
     def test_a_tokenizer_that_ends_every_text(self) -> None:
         """The prompt has no end, and the answer has one."""
-        from tokenizers.processors import TemplateProcessing
-
         plain, ending = tokenizer_with(template_case("llama3")), tokenizer_with(template_case("llama3"))
         ends = [(token, plain.convert_tokens_to_ids(token)) for token in (plain.bos_token, plain.eos_token)]
         begin, end = (token for token, _ in ends)
@@ -287,8 +287,6 @@ def test_what_eval_says_is_what_plain_transformers_says(mpu: Callable, tmp_path:
     mpu("unlearn", "taught", "--algo", "graddiff", "--lr", "1e-3", "--epochs", 6, *training, "--out", "d.safetensors",
         cwd=tmp_path)  # fmt: skip
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "taught", dtype=torch.float32)
-    from safetensors.torch import load_file
-
     delta = load_file(tmp_path / "d.safetensors")
     with torch.no_grad():
         for tensor_name, weight in merged.state_dict().items():

@@ -114,11 +114,11 @@ class TestMuon:
 class TestRegistry:
     """What the registry says of each optimiser is so."""
 
-    def make(self, name: str, start: torch.Tensor) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+    def make(self, name: str, start: torch.Tensor, **group: float) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
         if OPTIMIZERS[name].package:
             pytest.importorskip(OPTIMIZERS[name].package)
         parameter = torch.nn.Parameter(start.clone())
-        return parameter, make_optimizer(name, [{"params": [parameter]}], 0.01)
+        return parameter, make_optimizer(name, [{"params": [parameter], **group}], 0.01)
 
     @pytest.mark.slow
     def test_bytes_of_state(self, name: str) -> None:
@@ -133,10 +133,7 @@ class TestRegistry:
     def test_decay_is_decoupled(self, name: str) -> None:
         """Without a gradient, θ shrinks by the rate times the decay, as in AdamW (Loshchilov and Hutter, 2019)."""
         start = torch.randn(64, 64)
-        if OPTIMIZERS[name].package:
-            pytest.importorskip(OPTIMIZERS[name].package)
-        parameter = torch.nn.Parameter(start.clone())
-        optimizer = make_optimizer(name, [{"params": [parameter], "weight_decay": 0.5}], 0.01)
+        parameter, optimizer = self.make(name, start, weight_decay=0.5)
         parameter.grad = torch.zeros_like(start)
         optimizer.step()
         torch.testing.assert_close(parameter.detach(), start * (1 - 0.01 * 0.5))

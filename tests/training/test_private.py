@@ -244,10 +244,7 @@ def test_records_that_were_left_out_are_drawn_and_add_nothing(tmp_path):
         torch.testing.assert_close(parameter.detach() - before[name], expected[name], rtol=1e-5, atol=1e-9)
 
 
-def test_a_mistake_in_the_options_is_no_training(mpu, tmp_path):
-    base = save(random_model("llama"), tmp_path / "base")
-    write_records(tmp_path / "forget.jsonl", 4, 1)
-    write_records(tmp_path / "retain.jsonl", 4, 2)
+def test_a_mistake_in_the_options_is_no_training(mpu, tmp_path, base):
     for wrong in (["--algo", "rmu", "--layer", 99], ["--algo", "npo", "--dp-epsilon", 8, "--dp-unit", "nobody"]):
         assert mpu("unlearn", base, *wrong, check=False, cwd=tmp_path).status != 0
     assert not (Path(os.environ["XDG_CONFIG_HOME"]) / "mpu/ledger.jsonl").exists()
@@ -262,9 +259,7 @@ def test_a_family_without_a_gradient_for_each_record(mpu, tmp_path):
         "--algo", "npo", "--dp-epsilon", 8, "--lora-rank", 2,
         "--lora-targets", "fc1,fc2", "--epochs", 1, "--batch-size", 2,
     ]  # fmt: skip
-    refused = mpu("unlearn", base, *options, check=False, cwd=tmp_path)
-    assert "has no gradients for each record" in refused.err
-    assert refused.is_one_error
+    mpu("unlearn", base, *options, refused="has no gradients for each record", cwd=tmp_path)
 
 
 @pytest.mark.slow
@@ -310,10 +305,7 @@ def test_through_the_command_line(mpu, tmp_path):
         (["--dp-unit", "person"], "no 'person'"),
     ],
 )
-def test_what_does_not_go_together(mpu, tmp_path, arguments, complaint):
-    base = save(random_model("llama"), tmp_path / "base")
-    write_records(tmp_path / "forget.jsonl", 4, 1)
-    write_records(tmp_path / "retain.jsonl", 4, 2)
+def test_what_does_not_go_together(mpu, tmp_path, base, arguments, complaint):
     outcome = mpu("unlearn", base, "--dp-epsilon", 1, *arguments, check=False, cwd=tmp_path)
     assert outcome.status == (1 if "--dp-unit" in arguments else 2)
     assert complaint in outcome.err

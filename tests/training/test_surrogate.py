@@ -70,18 +70,14 @@ class TestRelease:
 
     def test_nothing_is_spent_on_what_cannot_be_written(self, mpu: Callable, copy: Path, tmp_path: Path) -> None:
         (tmp_path / "surrogate.jsonl").write_text("mine")
-        refused = mpu("surrogate", copy, check=False, cwd=tmp_path)
-        assert refused.is_one_error
-        assert "already exists" in refused.err
+        mpu("surrogate", copy, refused="already exists", cwd=tmp_path)
         mpu("surrogate", copy, "--dry-run", "--out", "other.jsonl", cwd=tmp_path)
         assert not default_ledger_path().exists()
         assert (tmp_path / "surrogate.jsonl").read_text() == "mine"
 
     def test_an_empty_release_is_spent_and_leaves_nothing(self, mpu: Callable, copy: Path, tmp_path: Path) -> None:
         write_about(tmp_path / "few.jsonl", "Ada Lovelace", 2)
-        refused = mpu("surrogate", copy, "--forget", "few.jsonl", check=False, cwd=tmp_path)
-        assert refused.is_one_error
-        assert "no term is in about 15 records" in refused.err
+        mpu("surrogate", copy, "--forget", "few.jsonl", refused="no term is in about 15 records", cwd=tmp_path)
         assert not (tmp_path / "surrogate.jsonl").exists()
         assert len(read_ledger(default_ledger_path())) == 1
 
@@ -104,9 +100,7 @@ class TestRelease:
     ) -> None:
         (tmp_path / "bad.txt").write_text("Who is {term}?\nWho?\n")
         (tmp_path / "odd.jsonl").write_text(json.dumps({"question": "w5", "answer": "w6", "who": "A\0B"}) + "\n")
-        refused = mpu("surrogate", copy, *options, check=False, cwd=tmp_path)
-        assert refused.is_one_error
-        assert message in refused.err
+        mpu("surrogate", copy, *options, refused=message, cwd=tmp_path)
         assert not default_ledger_path().exists()
 
     def test_public_questions_become_prompts(self, mpu: Callable, copy: Path, tmp_path: Path) -> None:
@@ -131,8 +125,7 @@ class TestRelease:
         refused = mpu("unlearn", copy, *train, "--public-records", "--dp-epsilon", 1, check=False, cwd=tmp_path)
         assert "--public-records does not work with --dp-epsilon" in refused.err
         for named in ([], ["--forget", "surrogate.jsonl"]):  # otherwise the private files beside it are read
-            refused = mpu("unlearn", copy, *named, "--public-records", check=False, cwd=tmp_path)
-            assert "where private records are expected" in refused.err
+            mpu("unlearn", copy, *named, "--public-records", fails="where private records are expected", cwd=tmp_path)
 
 
 @pytest.mark.slow
