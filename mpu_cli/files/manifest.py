@@ -169,7 +169,9 @@ def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
     """The manifest in a delta's metadata. Raises MpuError if ``path`` is not an mpu delta."""
     entries = facts_of(metadata)
     if entries.get("format") != "mpu-delta":
-        raise MpuError(f"{path}: not a delta made by mpu (its metadata does not say so)")
+        raise MpuError(
+            f"{path}: not a delta made by mpu (its metadata does not say so)", "name what `mpu unlearn` wrote"
+        )
     facts = _parse(_DeltaFacts, entries, path)
     origin = _copy_manifest(entries, path) if "run" in entries else None
     return DeltaManifest(

@@ -222,7 +222,9 @@ def _read_text(path: Path, encoding: str | None) -> str:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         problem, hint = f"not {encoding}", "--encoding has to name the file's encoding"
-        if encoding == "utf-8":
+        if b"\0" in content:
+            problem, hint = "not text, as UTF-8 is", "name a file of records; `mpu inspect` says what this one is"
+        elif encoding == "utf-8":
             problem, hint = "not UTF-8", "name its encoding with --encoding, which on Windows often is cp1252"
         raise MpuError(f"{path}, line {line}: {problem}", hint) from error
     except (LookupError, ValueError) as error:  # ValueError: a name that no codec can have

@@ -152,13 +152,16 @@ class Sweep(Command):
         known = [cost for cost in costs if cost]
         if len(known) < len(cells):
             observer.note(
-                f"{len(cells) - len(known)} models or sets of records are not on this machine, so their cost is not "
-                "known"
+                f"the cost of {len(cells) - len(known)} is not known: their models or records are not on this machine"
             )
-        hours = sum(cost.hours for cost in known)
-        observer.note(
-            f"in all about {in_time(3600 * hours)} of training on this machine's processors; evaluation comes on top"
-        )
+        for base in sorted({cell.experiment.base for cell in cells}):
+            if not Path(base).exists():
+                observer.warn(f"{base}: no such model on this machine; if it is not on the Hub, its experiments fail")
+        if known:
+            seconds = 3600 * sum(cost.hours for cost in known)
+            observer.note(
+                f"in all about {in_time(seconds)} of training on this machine's processors; evaluation comes on top"
+            )
         document = [
             {"name": cell.name, **cell.varied, **(asdict(cost) if cost else {})}
             for cell, cost in zip(cells, costs, strict=True)
