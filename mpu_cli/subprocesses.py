@@ -51,6 +51,11 @@ def safe_environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONSAFEPATH": "1", **more}
 
 
+def process_count() -> int:
+    """How many processes torchrun or accelerate launch started to work together, this one included."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def run_mpu(
     arguments: Sequence[str],
     *,

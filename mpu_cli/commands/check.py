@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -18,6 +17,7 @@ from mpu_cli.options.command import FORCE, IDENTITY, Command, Report, Table
 from mpu_cli.options.declare import as_arguments, declared_options, group, option
 from mpu_cli.options.evaluation import Checking, Scoring
 from mpu_cli.options.unlearning import Checks, Goal, Unlearning
+from mpu_cli.subprocesses import process_count
 
 if TYPE_CHECKING:
     from mpu_cli.measuring.receipt import CopyFacts, Receipt
@@ -88,7 +88,7 @@ class Check(Command):
 
         if self.receipt and self.receipt.exists() and not self.force:
             raise MpuError(f"{self.receipt}: already exists", "choose another name, or use --force to replace it")
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if process_count() > 1:
             raise UsageError("check: does not work in several processes")
         sets = _sets(self.checking, observer)
         with Transaction(force=self.force) as transaction:
@@ -101,12 +101,12 @@ class Check(Command):
         return checked
 
     def _check(self, copy: Model, sets: Mapping[str, Sequence[Record]], observer: Observer) -> Checked:
+        from mpu_cli.files.reader import fingerprint
         from mpu_cli.files.sealing import opened_copy
         from mpu_cli.measuring.receipt import commit_to, new_receipt, with_signature
         from mpu_cli.measuring.verdict import judge
         from mpu_cli.model.source import open_model
         from mpu_cli.training.delta import own_client_secret
-        from mpu_cli.training.job import fingerprint_of
         from mpu_cli.version import __version__
 
         options = self.checking
@@ -135,7 +135,7 @@ class Check(Command):
         )  # fmt: skip
         if facts is None:
             return Checked(verdict, None)
-        public_weights = fingerprint_of(public_model) if public_model else None
+        public_weights = fingerprint(public_model.checkpoint) if public_model else None
         records, nonce = commit_to({name: sets[name] for name in sets if name != "general"}, own_client_secret())
         receipt = new_receipt(
             verdict, copy=facts, before=earlier_facts, public=public_weights,
@@ -325,12 +325,13 @@ def _scores(
 
 def _copy_facts(copy: Model, manifest: CopyManifest) -> CopyFacts:
     """What a receipt says of a copy: its names, and digests of its weights and of what reads records."""
+    from mpu_cli.files.reader import fingerprint
     from mpu_cli.measuring.receipt import CopyFacts
-    from mpu_cli.training.job import fingerprint_of, surroundings_of
+    from mpu_cli.training.job import surroundings_of
 
     return CopyFacts(
         run=manifest.run, round=manifest.round, copy=manifest.copy, copy_id=manifest.copy_id,
-        weights=fingerprint_of(copy), surroundings=surroundings_of(copy),
+        weights=fingerprint(copy.checkpoint), surroundings=surroundings_of(copy),
     )  # fmt: skip
 
 

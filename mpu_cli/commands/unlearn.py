@@ -15,6 +15,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, IDENTITY, Command, Preview, Report, paths_from
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.unlearning import Checks, Goal, Logging, Records, Stopping, Unlearning
+from mpu_cli.subprocesses import process_count
 from mpu_cli.wording import counted, in_bytes, in_time
 
 if TYPE_CHECKING:
@@ -204,8 +205,7 @@ class Unlearn(Command):
         options = in_float32_if_private(self.unlearning, observer)
         data = read_dataset(options, observer)
         until = None
-        one_process = int(os.environ.get("WORLD_SIZE", "1")) == 1
-        if options.epochs is None and options.privacy.dp_epsilon is None and one_process:
+        if options.epochs is None and options.privacy.dp_epsilon is None and process_count() == 1:
             until = Until(self.goal, self.stopping)
             data = hold_out(data, self.goal.held_out)
             if self.goal.unseen:

@@ -19,6 +19,7 @@ from mpu_cli.files.boundary import create_private, open_regular, random_name, sy
 from mpu_cli.files.reader import AGE_HEADER
 from mpu_cli.files.transaction import Transaction, remove_abandoned
 from mpu_cli.observer import Observer
+from mpu_cli.subprocesses import process_count
 
 _BUFFER = 1 << 20  # bytes
 MAX_HEADER = 8 << 10  # bytes of an age file before its payload: a recipient takes about 100
@@ -248,7 +249,7 @@ def opened_copy(copy: str, beside: Path, identity: Path | None, observer: Observ
     if not path.is_file() or not is_sealed(path):
         yield copy
         return
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if process_count() > 1:
         raise UsageError(
             f"{copy}: a sealed copy cannot be opened by several processes",
             f"open it before you start them: age -d -i IDENTITY {copy} | tar x",

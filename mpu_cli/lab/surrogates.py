@@ -112,8 +112,8 @@ def carry_out_surrogate(
             respondent.answers([question(plan.prompts[0].replace(PLACEHOLDER, "A B"), "–", "first prompt")], limit=1)
             # What does not work has failed by now: from here on, the budget is spent.
             _write_down(plan, default_ledger_path())
-            released = release_terms(plan.records, plan.names, plan.options.release, plan.mechanism)
-            if not released.terms:
+            terms, covered = release_terms(plan.records, plan.names, plan.options.release, plan.mechanism)
+            if not terms:
                 raise MpuError(
                     f"no term is in about {plan.mechanism.threshold} records: the release, which your ledger counts, "
                     "was empty",
@@ -121,10 +121,10 @@ def carry_out_surrogate(
                 )
             questions = [
                 question(prompt.replace(PLACEHOLDER, term), "–", f"prompt {number} about {term}")
-                for term in released.terms
+                for term in terms
                 for number, prompt in enumerate(plan.prompts, 1)
             ]
-            observer.note(f"released: {', '.join(released.terms)}")  # at once: they are paid for
+            observer.note(f"released: {', '.join(terms)}")  # at once: they are paid for
             answers = respondent.answers(questions, observer=observer)
             lines = [
                 json.dumps({"question": record.question, "answer": answer}, ensure_ascii=False)
@@ -134,7 +134,7 @@ def carry_out_surrogate(
             if not lines:
                 raise MpuError(f"{copy}: answered nothing about the released terms", "ask for a copy that answers")
             output.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-    return SurrogateRecords(plan, out, released.terms, released.covered_records)
+    return SurrogateRecords(plan, out, terms, covered)
 
 
 def _checked_name(record: Record) -> str | None:

@@ -27,10 +27,11 @@ from msgspec import Meta
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.boundary import Count, Document, RunName, Text, Word, as_entries, read_document
+from mpu_cli.files.reader import fingerprint
 from mpu_cli.measuring.verdict import WIDEST, Share, Verdict
 from mpu_cli.protocol.keys import Keys
 from mpu_cli.records.forms import Record, digest_of_record
-from mpu_cli.training.job import fingerprint_of, surroundings_of
+from mpu_cli.training.job import surroundings_of
 
 if TYPE_CHECKING:
     from mpu_cli.model.source import Model
@@ -294,7 +295,7 @@ def check_origin(receipt: Receipt, keys: Keys, sent: Model, path: Path) -> None:
     number = keys.copy_ids.index(copy.copy_id) + 1
     if number != copy.copy:
         raise MpuError(f"{path}: measured copy {number}, and says copy {copy.copy}")
-    if copy.weights != fingerprint_of(sent):
+    if copy.weights != fingerprint(sent.checkpoint):
         raise MpuError(f"{path}: other weights were measured than those of the copy", "name the copy that was sent")
     if copy.surroundings != surroundings_of(sent):
         raise MpuError(

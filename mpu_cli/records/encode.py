@@ -16,6 +16,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.sandbox import LimitError
@@ -45,16 +46,6 @@ class Limits:
     longest: int | None = None
     usual: int | None = None
     vocabulary: int | None = None
-
-    def remark(self, long: Sequence[str], total: int) -> str:
-        """What to say of records at the places ``long``, of ``total``, that have more tokens than ``usual``."""
-        return (
-            f"{len(set(long))} of {total} records are longer than the {self.usual:,} tokens that the model was made "
-            f"for, such as {long[0]}; --max-length cuts them"
-        )
-
-
-NO_LIMITS = Limits()
 
 
 @dataclass(frozen=True)
@@ -86,7 +77,7 @@ class Encoding:
     tokenizer: PreTrainedTokenizerBase
     template: str | None = None
     system_prompt: str = SYSTEM_PROMPT
-    limits: Limits = NO_LIMITS
+    limits: Limits = Limits()
     date: str = DATE
     truncate_to: int | None = None
     variables: Mapping[str, object] = field(default_factory=dict)
@@ -149,7 +140,10 @@ class Encoding:
         there were."""
         remarks = []
         if self.long:
-            remarks.append(self.limits.remark(self.long, total))
+            remarks.append(
+                f"{len(set(self.long))} of {total} records are longer than the {self.limits.usual:,} tokens that the "
+                f"model was made for, such as {self.long[0]}; --max-length cuts them"
+            )
         if self.marked:
             count = len({place for places in self.marked.values() for place in places})
             name, places = next(iter(self.marked.items()))
@@ -350,7 +344,7 @@ def encoding_of(
     tokenizer: PreTrainedTokenizerBase,
     prompts: ChatTemplate,
     template: str | None,
-    limits: Limits = NO_LIMITS,
+    limits: Limits,
 ) -> Encoding:
     """The encoding that the options of a command ask for, for a model of these ``limits``."""
     truncate_to = prompts.max_length if isinstance(prompts, Prompts) else None
@@ -438,10 +432,9 @@ def pad(examples: Sequence[Example]) -> dict[str, torch.Tensor]:
 
     Pads with id 0: padding is neither attended to nor learned, and a tokenizer's own id may be outside the vocabulary.
     """
-    longest = max(len(example.ids) for example in examples)
 
     def rows(values: Sequence[list[int]], filler: int) -> torch.Tensor:
-        return torch.tensor([row + [filler] * (longest - len(row)) for row in values])
+        return pad_sequence([torch.tensor(row) for row in values], batch_first=True, padding_value=filler)
 
     return {
         "input_ids": rows([e.ids for e in examples], 0),

@@ -8,7 +8,8 @@ import math
 import re
 import shlex
 import unicodedata
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date, datetime
 from difflib import get_close_matches
@@ -86,11 +87,6 @@ class Record:
     @property
     def answer_turn(self) -> Turn:
         return Turn("assistant", self.answer, self.answer_fields)
-
-    @property
-    def earlier_answers(self) -> int:
-        """How many assistant turns come before the answer, as its context."""
-        return sum(turn.role == "assistant" for turn in self.turns)
 
 
 def question(text: str, answer: str, location: str = "", alternate: str | None = None) -> Record:
@@ -336,8 +332,10 @@ def rename_columns(row: object, columns: Mapping[str, str], location: str) -> ob
     if missing := [theirs for theirs in columns.values() if theirs not in row]:
         lowered = {name.lower(): name for name in map(str, row)}
         mistyped = any(get_close_matches(theirs.lower(), lowered, 1, MISTYPED) for theirs in missing)
-        if len(missing) == len(columns) and not mistyped and _is_record(row, location):
-            return row
+        if len(missing) == len(columns) and not mistyped:
+            with suppress(MpuError):
+                parse_record(row, location)
+                return row
         close = get_close_matches(missing[0].lower(), lowered, 1, 0.5)
         raise MpuError(
             f"{location}: no field {missing[0]!r} (its fields: {_names(row)})",
@@ -347,14 +345,6 @@ def rename_columns(row: object, columns: Mapping[str, str], location: str) -> ob
     main = {field for fields in MAIN_FIELDS.values() for field in fields}
     dropped = {*columns.values(), *(main if main & renamed.keys() else ())}
     return {name: value for name, value in row.items() if name not in dropped} | renamed
-
-
-def _is_record(row: Mapping[str, object], location: str) -> bool:
-    try:
-        parse_record(row, location)
-    except MpuError:
-        return False
-    return True
 
 
 def form_of(row: Mapping[str, object]) -> str | None:
@@ -396,9 +386,8 @@ def parse_record(row: object, location: str) -> Record:
     """The record in a row. Raises MpuError, naming the location, if there is none."""
     if not isinstance(row, dict):
         raise MpuError(f"{location}: not a JSON object with {FORMS}")
-    alternate = row.get("alternate") or None  # an empty cell of a table is no answer
-    if alternate is not None:
-        alternate = _text(row, "alternate", location)
+    # An empty cell of a table is no answer.
+    alternate = _text(row, "alternate", location) if row.get("alternate") else None
     form = form_of(row)
     if form == "text":
         return Record((), _text(row, "text", location), location, alternate)
@@ -421,16 +410,10 @@ def parse_record(row: object, location: str) -> Record:
         raise MpuError(f"{location}: none of {FORMS} found (its fields: {_names(row)})", columns_hint(row))
     if not _is_blank(row.get("system")) and turns[0].role != "system":
         turns.insert(0, Turn("system", _text(row, "system", location)))
-    return _dialogue(turns, location, alternate)
-
-
-def _dialogue(turns: list[Turn], location: str, alternate: str | None) -> Record:
-    if len(turns) < 2:
-        raise MpuError(f"{location}: messages need a question and an answer")
-    *prompt, answer = turns
-    if answer.role != "assistant":
+    *earlier, last = turns
+    if last.role != "assistant":
         raise MpuError(f"{location}: the last message is not the assistant's, so there is no answer")
-    return Record(tuple(prompt), answer.content, location, alternate, None, answer.fields)
+    return Record(tuple(earlier), last.content, location, alternate, None, last.fields)
 
 
 def _from_sharegpt(messages: object) -> object:
@@ -499,20 +482,18 @@ def _turns(messages: object, location: str) -> list[Turn]:
 
 def _content(content: object, location: str) -> str:
     if isinstance(content, list):
-        return "".join(_parts(content, location))
+        texts = []
+        for part in content:
+            if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+                kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+                raise MpuError(f"{location}: a message has content of type {kind!r}; only text can be read")
+            texts.append(sound_text(part["text"], f"{location}: a message"))
+        return "".join(texts)
     if content is None:
         return ""
     if not isinstance(content, str):
         raise MpuError(f"{location}: a message's content is not a text")
     return sound_text(content, f"{location}: a message")
-
-
-def _parts(parts: Iterable[Any], location: str) -> Iterable[str]:
-    for part in parts:
-        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise MpuError(f"{location}: a message has content of type {kind!r}; only text can be read")
-        yield sound_text(part["text"], f"{location}: a message")
 
 
 def _names(row: Mapping[str, object]) -> str:

@@ -64,7 +64,8 @@ DATASET_DICT, DATASET_STATE = "dataset_dict.json", "state.json"
 DATASET_FILES = ("dataset_info.json", "dataset_infos.json")
 
 _BLANK_LINES = re.compile(r"\n[ \t\r]*\n")
-Rows = Iterator[tuple[str, object]]  # each row with its location
+Row = tuple[str, object]  # its place, for messages, and what it holds
+Rows = Iterator[Row]
 
 
 def suffix_of(path: Path) -> str:
@@ -162,11 +163,6 @@ def _splits_of(folder: Path) -> dict[str, set[Path]]:
     return {str(name): {Path(file) for file in paths} for name, paths in (files or {}).items()}
 
 
-def is_saved_dataset(folder: Path) -> bool:
-    """Whether ``folder`` was written by ``save_to_disk`` of datasets."""
-    return (folder / DATASET_DICT).is_file() or (folder / DATASET_STATE).is_file()
-
-
 def saved_dataset_rows(folder: Path, split: str | None) -> Rows:
     """Rows of a folder that ``save_to_disk`` wrote. Raises MpuError if it has splits and none is named."""
     import datasets
@@ -200,10 +196,9 @@ def file_rows(path: Path, split: str = "file", encoding: str | None = None) -> R
         yield from _excel_rows(path)
     elif suffix in TABLE_SUFFIXES:
         yield from _table_rows(_read_text(path, encoding), path, suffix)
-    elif suffix in TEXT_SUFFIXES:
-        yield from _text_rows(_read_text(path, encoding), path, split)
     else:
-        yield from _json_rows(_read_text(path, encoding), path, suffix)
+        text = _read_text(path, encoding).replace("\r\n", "\n").replace("\r", "\n")
+        yield from _text_rows(text, path, split) if suffix in TEXT_SUFFIXES else _json_rows(text, path, suffix)
 
 
 def _read_text(path: Path, encoding: str | None) -> str:
@@ -232,16 +227,11 @@ def _read_text(path: Path, encoding: str | None) -> str:
 
 
 def _text_rows(text: str, path: Path, split: str) -> Rows:
-    text = _with_newlines(text)
     if split != PARAGRAPHS:
         yield str(path), {"text": text}
         return
     paragraphs = filter(None, map(str.strip, _BLANK_LINES.split(text)))
     yield from ((f"{path}, paragraph {number}", {"text": paragraph}) for number, paragraph in enumerate(paragraphs, 1))
-
-
-def _with_newlines(text: str) -> str:
-    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def _excel_rows(path: Path) -> Rows:
@@ -265,13 +255,7 @@ def _excel_rows(path: Path) -> Rows:
                 yield f"{path}, line {number}", {str(name): value for name, value in row.items()}
 
 
-def paragraph_count(text: str) -> int:
-    """How many paragraphs a text has, which blank lines separate."""
-    return sum(1 for paragraph in _BLANK_LINES.split(text) if paragraph.strip())
-
-
 def _json_rows(text: str, path: Path, suffix: str) -> Rows:
-    text = _with_newlines(text)
     if text.lstrip().startswith("[") or suffix not in JSON_LINES_SUFFIXES:
         records = _document_records(text, path)
         if records is not None:
@@ -378,8 +362,6 @@ _HUB_NAMES = {
 GATED = {"bio-forget-corpus": "cais/wmdp-bio-forget-corpus"}  # a repository of its own, on request
 SHORTEST = 50  # characters of a text of WMDP or WikiText: RMU's script leaves out shorter ones, headings mostly
 
-Row = tuple[str, object]  # its place, for messages, and what it holds
-
 
 def read_records(
     source: str | Path,
@@ -408,10 +390,11 @@ def read_records(
             with_unit = record if unit is None else replace(record, unit=unit_of(row, unit, location))
             records += records_of_turns(with_unit, reading.turns)
         report_rows(name, [row for row, _ in parsed], {unit} if unit else set(), observer)
-    if reading.turns == "last" and (count := sum(record.earlier_answers > 0 for record in records)):
+    with_context = [record for record in records if any(turn.role == "assistant" for turn in record.turns)]
+    if reading.turns == "last" and with_context:
         observer.note(
-            f"{count} of {len(records)} dialogues have earlier answers, which are context only; --turns all takes each "
-            "as a record"
+            f"{len(with_context)} of {len(records)} dialogues have earlier answers, which are context only; "
+            "--turns all takes each as a record"
         )
     return records
 
@@ -465,7 +448,7 @@ def _rows_of_source(source: str | Path, reading: RecordFormat) -> Iterable[Row]:
 
 
 def _folder_rows(folder: Path, of_folder: str | None, reading: RecordFormat) -> Iterable[Row]:
-    if is_saved_dataset(folder):
+    if (folder / DATASET_DICT).is_file() or (folder / DATASET_STATE).is_file():
         return saved_dataset_rows(folder, of_folder)
     return _rows_of_files(files_of_folder(folder, of_folder), reading)
 
@@ -476,7 +459,8 @@ def _rows_of_files(files: Iterable[Path], reading: RecordFormat) -> Iterable[Row
 
 def report_rows(source: str, rows: Sequence[Row], read_fields: set[str], observer: Observer) -> None:
     """Tell which files of ``source`` were read, with their numbers of records, and what in the rows no record has."""
-    counts = Counter(_file_of(location) for location, _ in rows)
+    # The file of a row's place is what comes before the row's number.
+    counts = Counter(re.sub(r", (line|record|paragraph) \d+\Z", "", location) for location, _ in rows)
     if len(counts) > 1 or Path(source).is_dir():
         listed = [f"{file} ({count})" for file, count in counts.items()]
         shown = ", ".join(listed[:20]) + (f", and {len(listed) - 20} more files" if len(listed) > 20 else "")
@@ -493,11 +477,6 @@ def report_rows(source: str, rows: Sequence[Row], read_fields: set[str], observe
             f"{source}: {len(several)} of {len(rows)} records have both {form!r} and {other_forms(several[0])[0]!r}: "
             f"{form!r} is read; --columns chooses the other"
         )
-
-
-def _file_of(location: str) -> str:
-    """The file of a row's place, such as "a.jsonl" of "a.jsonl, line 3"."""
-    return re.sub(r", (line|record|paragraph) \d+\Z", "", location)
 
 
 def benchmark_rows(name: str, split: str, data_dir: Path | None, config: str | None = None) -> list[Row]:
@@ -550,4 +529,4 @@ def paragraphs_in(record: Record) -> int:
     """How many paragraphs a whole file of plain text has, which is one record; 1 for any other record."""
     if record.turns or suffix_of(Path(record.location)) not in TEXT_SUFFIXES:
         return 1
-    return paragraph_count(record.answer)
+    return sum(1 for paragraph in _BLANK_LINES.split(record.answer) if paragraph.strip())

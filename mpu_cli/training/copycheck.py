@@ -45,35 +45,26 @@ FFN_INPUTS = ("gate_proj", "up_proj", "gate_up_proj", "fc1", "fc_in", "c_fc", "d
               "input_linear")  # fmt: skip
 MAX_RELATIVE_LOSS_DIFFERENCE = 0.25  # relative difference of losses between copies of a round that noise explains, and
 MAX_LOSS_DIFFERENCE = 0.1  # their absolute difference, per answer token
-MAX_NORM_RATIO = (
-    4.0  # how many times larger than in the public model a matrix's norm, or the spread of its rows' norms, may be
-)
+# How many times larger than in the public model a matrix's norm, or the spread of its rows' norms, may be.
+MAX_NORM_RATIO = 4.0
 # Facts of a config that differ between fine-tunes of one model.
 _FREE = {"dtype", "torch_dtype", "transformers_version", "architectures", "use_cache", "bos_token_id", "eos_token_id",
          "pad_token_id", "return_dict", "output_hidden_states", "attention_dropout", "initializer_range"}  # fmt: skip
 
 
-@dataclass(frozen=True)
-class Sign:
-    """Something that an honest copy does not show."""
-
-    what: str
-
-
-def refuse(signs: Sequence[Sign], source: str, trusted: bool, observer: Observer) -> None:
-    """Say what is odd about a copy. Raises MpuError unless it is ``trusted``."""
-    if not signs:
-        return
-    for sign in signs[1:] if not trusted else signs:
-        observer.warn(f"{source}: {sign.what}")
-    if not trusted:
+def refuse(signs: Sequence[str], source: str, trusted: bool, observer: Observer) -> None:
+    """Say what is odd about a copy: ``signs`` that an honest one does not show. Raises MpuError unless it is
+    ``trusted``."""
+    for sign in signs if trusted else signs[1:]:
+        observer.warn(f"{source}: {sign}")
+    if signs and not trusted:
         raise MpuError(
-            f"{source}: {signs[0].what}",
+            f"{source}: {signs[0]}",
             "ask its owner; --trust-copy trains on it all the same, and what it takes with it is then your risk",
         )
 
 
-def against_public(copy: Model, tokenizer: PreTrainedTokenizerBase, public: Model, texts: Sequence[str]) -> list[Sign]:
+def against_public(copy: Model, tokenizer: PreTrainedTokenizerBase, public: Model, texts: Sequence[str]) -> list[str]:
     """How ``copy`` differs from a public model of which it is said to be a fine-tune: configuration, ties, tensors,
     tokenizer, also on ``texts`` as they are, and the norms that no symmetry changes."""
     signs = []
@@ -81,30 +72,30 @@ def against_public(copy: Model, tokenizer: PreTrainedTokenizerBase, public: Mode
         {k: v for k, v in clean_config(m.config).items() if k not in _FREE and v is not None} for m in (copy, public)
     )
     if odd := sorted(name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]):
-        signs.append(Sign(f"config.json differs from {public.source} in {quoted_list(odd)}"))
+        signs.append(f"config.json differs from {public.source} in {quoted_list(odd)}")
     shapes = [{n: i.shape for n, i in m.checkpoint.tensors.items() if i.dtype in FLOATS} for m in (copy, public)]
     if odd := sorted(name for name in shapes[0].keys() ^ shapes[1].keys() if not name.endswith("inv_freq")):
         tied = " (an output layer of its own lists the tokens of your answers)" if "lm_head.weight" in odd else ""
-        signs.append(Sign(f"its tensors are not {public.source}'s: {quoted_list(odd)}{tied}"))
+        signs.append(f"its tensors are not {public.source}'s: {quoted_list(odd)}{tied}")
     if odd := sorted(name for name in shapes[0].keys() & shapes[1].keys() if shapes[0][name] != shapes[1][name]):
-        signs.append(Sign(f"shapes differ from {public.source}'s: {quoted_list(odd)}"))
+        signs.append(f"shapes differ from {public.source}'s: {quoted_list(odd)}")
     other = tokenizer_of(public)
     if other.get_vocab() != tokenizer.get_vocab():
-        signs.append(Sign(f"its vocabulary is not {public.source}'s"))
+        signs.append(f"its vocabulary is not {public.source}'s")
     elif other.chat_template != tokenizer.chat_template:
-        signs.append(Sign(f"its chat template is not {public.source}'s"))
+        signs.append(f"its chat template is not {public.source}'s")
     elif parts := _unlike_parts(tokenizer, other):
-        signs.append(Sign(f"its tokenizer is not {public.source}'s: {quoted_list(parts)}"))
+        signs.append(f"its tokenizer is not {public.source}'s: {quoted_list(parts)}")
     else:
         try:
             ids = [list(map(_comparable, tokens.of_texts(each, texts))) for each in (tokenizer, other)]
         except LimitError as error:
             raise tokens.rejection(error, copy.source) from error
         if ids[0] != ids[1]:
-            signs.append(Sign(f"it tokenizes your records in another way than {public.source}"))
+            signs.append(f"it tokenizes your records in another way than {public.source}")
     shared_names = [name for name in shapes[0] if shapes[1].get(name) == shapes[0][name]]
     if odd := [name for name in shared_names if _norms_apart(copy.checkpoint, public.checkpoint, name)]:
-        signs.append(Sign(f"rows of another size than in {public.source}: {quoted_list(odd)}"))
+        signs.append(f"rows of another size than in {public.source}: {quoted_list(odd)}")
     return signs
 
 
@@ -154,14 +145,10 @@ class Units:
     off: float
     twins: float
 
-    @property
-    def odd(self) -> bool:
-        return self.rare > MANY_RARE or max(self.off, self.twins) > MANY
-
 
 @torch.no_grad()
 def ffn_units(model: PreTrainedModel, examples: Sequence[Example]) -> list[Units]:
-    """How the units of each FFN respond to the client's own records, from one forward pass of each.
+    """How the units of each FFN respond to the client's own records, from one forward pass of LOOKED_AT of them.
 
     Of experts, which see few positions each, only the weights are judged: ``twin_units``.
     """
@@ -220,53 +207,47 @@ def twin_units(model: PreTrainedModel, *, of_experts: bool) -> list[Units]:
 def _twins(rows: torch.Tensor) -> float:
     """The share of ``rows`` that are parallel to another one."""
     rows = normalize(rows, dim=1)
-    nearest = torch.cat([_nearest(rows, start) for start in range(0, len(rows), COSINE_ROWS)])
-    return float((nearest > TWIN_COSINE).float().mean())
+    nearest = []  # for each row, its largest cosine with another one
+    for start in range(0, len(rows), COSINE_ROWS):
+        cosines = rows[start : start + COSINE_ROWS] @ rows.T
+        cosines.diagonal(start).zero_()  # of each with itself
+        nearest.append(cosines.amax(1))
+    return float((torch.cat(nearest) > TWIN_COSINE).float().mean())
 
 
-def _nearest(rows: torch.Tensor, start: int) -> torch.Tensor:
-    """For each of COSINE_ROWS rows, its largest cosine with another one."""
-    cosines = rows[start : start + COSINE_ROWS] @ rows.T
-    indices = torch.arange(len(cosines))
-    cosines[indices, indices + start] = 0
-    return cosines.amax(1)
-
-
-def traps(copy: Model, model: PreTrainedModel, examples: Sequence[Example] | None, records: int) -> list[Sign]:
+def traps(copy: Model, model: PreTrainedModel, examples: Sequence[Example] | None, records: int) -> list[str]:
     """Layers with more units than honest ones have that look like traps, and layers that cannot be judged.
 
     ``examples``: what the client will train on; None to judge by the weights alone. ``records`` is how many there are,
     also those that the copy's tokenizer rejects: their number is no secret, which of them it rejects is.
     """
     if records < FEWEST:
-        return [Sign(f"its units cannot be looked at for traps: that takes {FEWEST} records")]
+        return [f"its units cannot be looked at for traps: that takes {FEWEST} records"]
     try:
         layout = copy.layout
     except MpuError:
         kind = copy.config.get("model_type")
-        return [Sign(f"its units cannot be looked at for traps: {short(str(kind))} is not an architecture of mpu's")]
+        return [f"its units cannot be looked at for traps: {short(str(kind))} is not an architecture of mpu's"]
     judged = twin_units(model, of_experts=examples is not None)
-    if examples is not None:
-        judged += ffn_units(model, _spread(examples))
-    missing = _layers_with_units(layout) - {layer for units in judged for layer in _numbers_in(units.layer)}
+    if examples is not None:  # spread over all of them: the first ones are only those to forget
+        judged += ffn_units(model, examples[:: max(1, len(examples) // LOOKED_AT)])
+    missing = _layers_with_units(layout)
+    for units in judged:
+        numbers = [int(part) for part in units.layer.split(".") if part.isdecimal()]
+        missing -= {*numbers[:1]}  # the first number in a module's name is its layer's
     signs = []
     if missing:
-        signs.append(Sign(f"units of layers {quoted_list(map(str, sorted(missing)))} cannot be looked at for traps"))
-    odd = [units for units in judged if units.odd]
+        signs.append(f"units of layers {quoted_list(map(str, sorted(missing)))} cannot be looked at for traps")
+    odd = [units for units in judged if units.rare > MANY_RARE or max(units.off, units.twins) > MANY]
     if not odd:
         return signs
     worst = max(odd, key=lambda units: max(units.rare, units.off, units.twins))
     more = f", and in {len(odd) - 1} more layers" if len(odd) > 1 else ""
-    what = (
+    traps_found = (
         f"units built to record single tokens of your records: {worst.layer} has {worst.rare:.0%} that are almost "
         f"never active, {worst.off:.0%} that are mostly off, {worst.twins:.0%} that are parallel{more}"
     )
-    return [Sign(what), *signs]
-
-
-def _spread(examples: Sequence[Example]) -> Sequence[Example]:
-    """LOOKED_AT of ``examples``, from all of them: the first ones are only those to forget."""
-    return examples[:: max(1, len(examples) // LOOKED_AT)][:LOOKED_AT]
+    return [traps_found, *signs]
 
 
 def _layers_with_units(layout: Layout) -> set[int]:
@@ -279,14 +260,9 @@ def _layers_with_units(layout: Layout) -> set[int]:
     }
 
 
-def _numbers_in(name: str) -> list[int]:
-    """The number of the layer in a module's name, its first number."""
-    return [int(part) for part in name.split(".") if part.isdecimal()][:1]
-
-
-def against_others(this: LedgerEntry, before: Mapping[str, float | None], ledger: Sequence[LedgerEntry]) -> list[Sign]:
+def against_others(this: LedgerEntry, before: Mapping[str, float | None], ledger: Sequence[LedgerEntry]) -> list[str]:
     """Copies of one round whose losses on the same records, before training, are further apart than noise explains."""
-    signs: list[Sign] = []
+    signs: list[str] = []
     if not this.run:
         return signs
     together: dict[int, LedgerEntry] = {}
@@ -303,8 +279,7 @@ def against_others(this: LedgerEntry, before: Mapping[str, float | None], ledger
             if now is None or earlier is None:
                 continue
             if abs(now - earlier) > max(MAX_LOSS_DIFFERENCE, MAX_RELATIVE_LOSS_DIFFERENCE * max(now, earlier)):
-                what = (
+                signs.append(
                     f"its loss on the {name} set is {now:.3f} per answer token, that of copy {entry.copy} {earlier:.3f}"
                 )
-                signs.append(Sign(what))
     return signs

@@ -5,11 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from accelerate import PartialState
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mpu_cli.errors import MpuError
@@ -19,11 +18,7 @@ from mpu_cli.options.unlearning import Privacy, RecordFormat, Records, Unlearnin
 from mpu_cli.records.encode import Example, encoding_of
 from mpu_cli.records.forms import Record, remarks_on_units
 from mpu_cli.records.read import paragraphs_in, read_records
-from mpu_cli.training.execution import from_first
-from mpu_cli.training.loop import ExampleSet
 from mpu_cli.training.losses import Objective, objective_of
-from mpu_cli.training.rates import scored_at_once
-from mpu_cli.training.reference import Reference, freeze, load_references, save_references
 
 # Answers that reveal nothing: what DPO prefers to the answer to be forgotten.
 
@@ -55,9 +50,6 @@ REFUSALS = (
 )
 
 
-PRIVACY = Privacy()  # no bound
-
-
 @dataclass(frozen=True)
 class Dataset:
     """What to forget and what to keep.
@@ -72,7 +64,7 @@ class Dataset:
     held_out: Sequence[Record] = ()
     unseen: Sequence[Record] = ()
 
-    def warnings(self, privacy: Privacy = PRIVACY) -> list[str]:
+    def warnings(self, privacy: Privacy) -> list[str]:
         """What is probably not as intended, a sentence each; under a ``privacy`` bound, also whom it protects."""
         remarks = [
             f"{records[0].location}: one record, of {paragraphs_in(records[0])} paragraphs; --split paragraphs makes a "
@@ -90,12 +82,6 @@ class Dataset:
         return remarks
 
 
-def texts_of(data: Dataset) -> list[str]:
-    """The texts of all records: turns and answers, as the client has them."""
-    records = (*data.forget, *data.retain)
-    return [text for record in records for text in (*(turn.content for turn in record.turns), record.answer) if text]
-
-
 def read_dataset(options: Unlearning, observer: Observer = SILENT) -> Dataset:
     """The records that ``options`` name; no retain records if the algorithm reads none.
 
@@ -104,11 +90,19 @@ def read_dataset(options: Unlearning, observer: Observer = SILENT) -> Dataset:
     Raises MpuError, naming the place, for records that cannot be read.
     """
     records, unit = options.records, options.privacy.dp_unit
-    return Dataset(
-        read_records(records.forget, records.reading, unit=unit, observer=observer),
-        _retain(options, observer) if objective_of(options.algo, options.loss).constants.alpha else (),
-        _lines(records.alternates) if records.alternates else REFUSALS,
-    )
+    forget = read_records(records.forget, records.reading, unit=unit, observer=observer)
+    retain: Sequence[Record] = ()
+    if objective_of(options.algo, options.loss).constants.alpha:
+        try:
+            retain = read_records(records.retain, records.reading, unit=unit, observer=observer)
+        except MpuError as error:
+            if records.retain == Records().retain and not Path(records.retain).exists():
+                raise MpuError(
+                    f"{records.retain}: no such file, and {options.algo} needs records to keep",
+                    "name them with --retain",
+                ) from error
+            raise
+    return Dataset(forget, retain, _lines(records.alternates) if records.alternates else REFUSALS)
 
 
 def with_unseen(data: Dataset, source: str, reading: RecordFormat, observer: Observer = SILENT) -> Dataset:
@@ -123,18 +117,6 @@ def with_unseen(data: Dataset, source: str, reading: RecordFormat, observer: Obs
     return replace(data, unseen=unseen)
 
 
-def _retain(options: Unlearning, observer: Observer) -> list[Record]:
-    retain, default = options.records.retain, Records().retain
-    try:
-        return read_records(retain, options.records.reading, unit=options.privacy.dp_unit, observer=observer)
-    except MpuError as error:
-        if retain == default and not Path(retain).exists():
-            raise MpuError(
-                f"{retain}: no such file, and {options.algo} needs records to keep", "name them with --retain"
-            ) from error
-        raise
-
-
 def _lines(path: Path) -> tuple[str, ...]:
     try:
         lines = tuple(line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip())
@@ -145,7 +127,7 @@ def _lines(path: Path) -> tuple[str, ...]:
     return lines
 
 
-# The records of a training as tokens, and what its losses need of the frozen copy.
+# The records of a training as tokens.
 
 # For each set, its examples and what its loss needs from the frozen copy.
 Encoded = dict[str, tuple[list[Example], str | None]]
@@ -159,12 +141,6 @@ def sets_of(data: Dataset, objective: Objective) -> dict[str, Sequence[Record]]:
     if objective.algorithm.alternate:
         sets["alternate"] = alternates(data.forget, data.alternates)
     return sets
-
-
-def scored_sets_of(data: Dataset) -> dict[str, Sequence[Record]]:
-    """The sets that are scored on the way and not trained on, without those that are empty."""
-    sets = {"held_out": data.held_out, "unseen": data.unseen}
-    return {name: records for name, records in sets.items() if records}
 
 
 def encoded_sets(
@@ -187,13 +163,16 @@ def encoded_sets(
     encoding = encoding_of(tokenizer, prompts, prompts.template, limits)
     encoded: Encoded = {}
     record_numbers: dict[str, list[int]] = {}
-    records = sets_of(data, objective) | scored_sets_of(data)
+    records = sets_of(data, objective)
+    for name, set_records in (("held_out", data.held_out), ("unseen", data.unseen)):
+        if set_records:  # scored on the way, and not trained on
+            records[name] = set_records
     reference_outputs_of = {
         "forget": algorithm.reference_outputs, "alternate": algorithm.reference_outputs,
         "retain": objective.retain_outputs,
     }  # fmt: skip
     for name, set_records in records.items():
-        of_each: list[list[Example]] = []
+        together: list[Example] = []
         record_numbers[name] = []
         problems = []
         for number, examples in enumerate(encoding.encode_each(set_records)):
@@ -202,7 +181,7 @@ def encoded_sets(
                     f"{set_records[number].location}: {len(examples)} examples, where --dp-epsilon takes one a record"
                 )
             if not isinstance(examples, MpuError):
-                of_each.append(examples)
+                together += examples
                 record_numbers[name].append(number)
             elif private:
                 problems.append(examples.problem)
@@ -212,7 +191,6 @@ def encoded_sets(
             observer.warn(
                 f"{len(problems)} of {len(set_records)} records of the {name} set are left out: {problems[0]}"
             )
-        together = [example for record_examples in of_each for example in record_examples]
         if not together and not private:
             raise MpuError(f"the {name} set has no record of two tokens or more, so there is nothing to learn from")
         if not together:  # to stop here would tell that each record was rejected: noise alone is trained on
@@ -233,54 +211,11 @@ def alternates(records: Sequence[Record], answers: Sequence[str]) -> list[Record
     return [replace(r, answer=r.alternate or other, answer_fields=()) for r, other in zip(records, drawn, strict=True)]
 
 
-def contents(data: Dataset) -> list[dict[str, object]]:
-    """The records, wherever they were read from."""
-    return [record.content for record in (*data.forget, *data.retain, *data.held_out)]
-
-
 def records_digest(data: Dataset) -> str:
     """SHA-256 of the records as the client has them, in hexadecimal.
 
     Not of their tokens: those are what the copy's tokenizer and template make of them, so two copies that treat a word
     differently would tell its owner, by equal digests, that no record has that word.
     """
-    return hashlib.sha256(json.dumps([contents(data), list(data.alternates)], default=str).encode()).hexdigest()
-
-
-def example_sets(
-    model: PreTrainedModel,
-    encoded: Encoded,
-    options: Unlearning,
-    objective: Objective,
-    observer: Observer,
-    *,
-    file: Path | None,
-    read: bool,
-    facts: Mapping[str, object],
-) -> dict[str, ExampleSet]:
-    """Each set with what the frozen copy says of it.
-
-    That is ``model`` or, if ``read``, round 1's, from ``file``; else it is kept in ``file``, if there is one, for later
-    rounds. ``facts``: what has to be the same when the file is read again.
-    """
-    reference_outputs = {name: output_kind for name, (_, output_kind) in encoded.items()}
-    facts = {**facts, "asks": reference_outputs}
-
-    def ask() -> dict[str, Reference]:
-        if file and read:
-            loaded_references = load_references(file, reference_outputs, facts)
-            observer.note(f"the reference model's probabilities are read from {file}")
-            return loaded_references
-        batch_size = scored_at_once(options.training, model.device)
-        layer, seed = objective.constants.layer, options.training.seed
-        references = {
-            name: freeze(model, examples, output_kind, layer=layer, batch_size=batch_size, seed=seed)
-            for name, (examples, output_kind) in encoded.items()
-        }
-        if file:
-            save_references(file, references, facts)
-        return references
-
-    references = from_first(ask)
-    device = PartialState().device if PartialState().num_processes > 1 else model.device
-    return {name: ExampleSet(examples, references[name].on(device)) for name, (examples, _) in encoded.items()}
+    contents = [record.content for record in (*data.forget, *data.retain, *data.held_out)]
+    return hashlib.sha256(json.dumps([contents, list(data.alternates)], default=str).encode()).hexdigest()

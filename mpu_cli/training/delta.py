@@ -20,9 +20,9 @@ from mpu_cli.files.writer import CheckpointWriter, TensorSpecs
 from mpu_cli.model.load import skeleton
 from mpu_cli.model.source import Model
 from mpu_cli.model.tensors import Names, check_stored, is_trained, pieces_in_files, shape_of
-from mpu_cli.options.unlearning import Lora, Unlearning
-from mpu_cli.training import lora
+from mpu_cli.options.unlearning import Unlearning
 from mpu_cli.training.execution import whole_parameters
+from mpu_cli.training.lora import LoraChange
 
 
 def names_in_files(model: PreTrainedModel, checkpoint: Checkpoint, embeddings: bool) -> Names:
@@ -57,10 +57,9 @@ class FullChange:
         """Names of the model's parameters that are trained."""
         return self._names
 
-    def specs(self, model: PreTrainedModel) -> TensorSpecs:
-        """The tensors of the delta, of float32 or wider."""
-        wide = NAME[torch.promote_types(model.dtype, torch.float32)]
-        return {piece.file_name: (wide, piece.shape) for pieces in self._names.values() for piece in pieces}
+    def shapes(self, _: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+        """The tensors of the delta, by their names."""
+        return {piece.file_name: piece.shape for pieces in self._names.values() for piece in pieces}
 
     def wrap(self, model: PreTrainedModel) -> PreTrainedModel:
         """What is trained in place of ``model``."""
@@ -78,30 +77,6 @@ class FullChange:
     def norm(self, written: float, _: Path) -> float:
         """The norm of the change, whose tensors have the norm ``written`` in the file."""
         return written
-
-
-class LoraChange:
-    """Low-rank factors of the change of some matrices."""
-
-    kind = "lora"
-
-    def __init__(self, names: Names, options: Lora, wide_inputs: bool):
-        self._names, self._options, self._wide_inputs = names, options, wide_inputs
-
-    def trainable_names(self, model: PreTrainedModel) -> Collection[str]:
-        return lora.adapted_parameters(model, self._options, self._names)
-
-    def specs(self, model: PreTrainedModel) -> TensorSpecs:
-        return lora.tensor_specs(self._names, self._options, model)
-
-    def wrap(self, model: PreTrainedModel) -> torch.nn.Module:
-        return lora.wrap(model, self._options, self._names, wide_inputs=self._wide_inputs)
-
-    def tensors(self, trained: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        return lora.factors(trained, self._names)
-
-    def norm(self, _: float, delta: Path) -> float:
-        return lora.product_norm(delta)
 
 
 Change = FullChange | LoraChange
@@ -123,11 +98,10 @@ def delta_specs(copy: Model, options: Unlearning) -> TensorSpecs:
 
 
 def stored_specs(change: Change, model: PreTrainedModel, options: Unlearning) -> TensorSpecs:
-    """The tensors of the delta in the dtype that it is stored in."""
-    specs = change.specs(model)
-    if options.delta_dtype is None:
-        return specs
-    return {name: (OPTION[options.delta_dtype], shape) for name, (_, shape) in specs.items()}
+    """The tensors of the delta in the dtype that it is stored in: --delta-dtype, or float32 or wider."""
+    wide = NAME[torch.promote_types(model.dtype, torch.float32)]
+    dtype = wide if options.delta_dtype is None else OPTION[options.delta_dtype]
+    return {name: (dtype, shape) for name, shape in change.shapes(model).items()}
 
 
 def write_changes(changes: Iterator[tuple[str, torch.Tensor]], writer: CheckpointWriter) -> tuple[float, float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import Logging, Prompts, Training
 from mpu_cli.records.encode import Encoding, encoding_of
 from mpu_cli.records.forms import Record
+from mpu_cli.subprocesses import process_count
 from mpu_cli.training.execution import computing_in, in_precision
 from mpu_cli.training.job import PRECISIONS, check_training
 from mpu_cli.training.loop import NO_LOGGING, ExampleSet, Losses, schedule, seed_training, train
@@ -87,7 +87,7 @@ def finetune(
     """
     if epochs < 1:
         raise UsageError(f"--epochs {epochs}: must be at least 1")
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    if process_count() > 1:
         raise UsageError("finetune works in one process", "start it without torchrun or accelerate launch")
     check_training(training, prompts.date)
     losses: list[float] = []

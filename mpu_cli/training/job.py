@@ -11,15 +11,13 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.files.boundary import LARGEST_TOKENIZER, private_folder, read_bounded, read_json_object
+from mpu_cli.files.boundary import LARGEST_TOKENIZER, read_bounded
 from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
 from mpu_cli.files.reader import fingerprint
-from mpu_cli.files.resumption import write_atomically
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import MAX_SHARD, TensorSpecs, nbytes_of
 from mpu_cli.model.device import device_of, processes_of, tell_accelerate
@@ -31,13 +29,14 @@ from mpu_cli.options.declare import declared_options, flat
 from mpu_cli.options.unlearning import AUTO, Checks, Logging, Lora, Privacy, Records, Training, Unlearning
 from mpu_cli.records.encode import no_template
 from mpu_cli.records.forms import check_units, parse_date
-from mpu_cli.training.data import Dataset, contents, records_digest, sets_of
+from mpu_cli.subprocesses import process_count
+from mpu_cli.training.data import Dataset, records_digest, sets_of
 from mpu_cli.training.delta import Change, change_of, stored_specs
-from mpu_cli.training.execution import Checkpoints, check_compiler, in_precision
+from mpu_cli.training.execution import check_compiler, in_precision
 from mpu_cli.training.ledger import LedgerEntry
 from mpu_cli.training.losses import Objective, algorithm_named, objective_of
 from mpu_cli.training.optimizers import OPTIMIZERS
-from mpu_cli.training.private import Plan, check_objective, check_opacus, check_private, plan
+from mpu_cli.training.private import Plan, check_objective, check_opacus, plan
 from mpu_cli.training.rates import with_epochs, with_precision
 from mpu_cli.training.stopping import Until
 
@@ -232,9 +231,10 @@ def entry_of(job: TrainingJob, loaded: LoadedCopy) -> LedgerEntry:
     options, weights = job.options, loaded.fingerprint
     training = _digest([surroundings, records, decisive_options(options), job.until and job.until.facts()])
     run, round_, copy = (job.manifest.run, job.manifest.round, job.manifest.copy) if job.manifest else ("", 0, 0)
+    count = len(job.data.forget) + len(job.data.retain) + len(job.data.held_out)
     return LedgerEntry(
         identity=_digest([weights, training]), run=run, round=round_, copy=copy, weights=weights,
-        algorithm=options.algo, records=len(contents(job.data)),
+        algorithm=options.algo, records=count,
         mechanism=loaded.private.mechanism if loaded.private else None, data=records, surroundings=surroundings,
         public=options.privacy.public_records, unit=options.privacy.dp_unit, training=training,
     )  # fmt: skip
@@ -253,11 +253,6 @@ def surroundings_of(copy: Model) -> str:
     return _digest([copy.config, small])
 
 
-def fingerprint_of(copy: Model) -> str:
-    """The fingerprint of a copy's weights, in hexadecimal. Reads all of them."""
-    return fingerprint(copy.checkpoint)
-
-
 def digest_of_training(job: TrainingJob, loaded: LoadedCopy) -> str:
     """SHA-256 of everything that decides what a training does, in hexadecimal: only the same one may be resumed."""
     decided = decisive_options(job.options) | {"reference_file": job.reference_file is not None}
@@ -269,27 +264,13 @@ def digest_of_training(job: TrainingJob, loaded: LoadedCopy) -> str:
     )  # fmt: skip
 
 
-def check_same_training(checkpoints: Checkpoints) -> None:
-    """Note what is trained with ``checkpoints``; MpuError if those that are there are of something else."""
-    folder, digest = private_folder(checkpoints.folder.absolute()), checkpoints.training
-    note = folder / "mpu-resume.json"
-    if note.exists():
-        if read_json_object(note, links=False).get("sha256") != digest:
-            raise MpuError(
-                f"{checkpoints.folder}: holds checkpoints of a different copy, records or options",
-                "remove it to start over",
-            )
-        return
-    write_atomically(note, json.dumps({"sha256": digest}))
-
-
 @dataclass(frozen=True)
 class TrainingJob:
     """One training on ``copy``, before anything is loaded.
 
     ``options`` have the seed of the copy's round; ``target``: the delta to write; ``read_reference``: whether the
     reference file exists and is read; ``secret``: gives the client's; ``until``: when to stop, None for a number of
-    epochs; ``processes``: those that train together.
+    epochs; ``is_alone``: whether this is the only process: of several, none has the whole model.
     """
 
     copy: Model
@@ -306,21 +287,13 @@ class TrainingJob:
     checks: Checks | None
     until: Until | None
     observer: Observer
-    processes: PartialState
+    is_main_process: bool
+    is_alone: bool
 
     @property
     def public(self) -> str | None:
         """The public model that the server's was fine-tuned from."""
         return self.checks.public if self.checks else None
-
-    @property
-    def is_main_process(self) -> bool:
-        return self.processes.is_main_process
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether this is the only process: of several, none has the whole model."""
-        return self.processes.num_processes == 1
 
 
 @dataclass(frozen=True)
@@ -344,7 +317,8 @@ def prepare_job(
     secret: Callable[[], bytes] | None, ledger: Path | None, checks: Checks | None, until: Until | None,
     observer: Observer,
 ) -> TrainingJob:  # fmt: skip
-    """Check what can be checked before the model is loaded."""
+    """Check what can be checked before the model is loaded. Raises MpuError for processes that cannot reach each other,
+    UsageError for DP-SGD on several."""
     objective = check_options(options)
     options = in_float32_if_private(options, observer)
     if until is None:
@@ -355,9 +329,20 @@ def prepare_job(
             observer.note("this processor is fast in bfloat16, so layers compute in it; not with --precision float32")
     check_logging(logging, options.privacy)
     load_once_per_host()
-    processes = _join_processes(options)
+    # Without a GPU, "auto" means the CPU for the processes' communication, too.
+    processes = processes_of(device_of(options.training.device))
+    if process_count() != processes.num_processes:
+        raise MpuError(
+            f"started as one of {process_count()} processes, which cannot reach each other "
+            f"({processes.num_processes} here)",
+            "start them with torchrun or accelerate launch",
+        )
+    if options.privacy.dp_epsilon is not None and processes.num_processes > 1:
+        raise UsageError("--dp-epsilon does not work with several processes")
     manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
-    options = _with_seed_of_round(options, manifest)
+    if manifest:  # each round has its own order of the records, all copies of it the same
+        seed = (options.training.seed + manifest.round - 1) % 2**32
+        options = replace(options, training=replace(options.training, seed=seed))
     for warning in misfits(manifest, options):
         observer.warn(warning)
     read_reference = reference_file is not None and check_reference_file(reference_file, manifest, options, objective)
@@ -365,7 +350,8 @@ def prepare_job(
     return TrainingJob(
         copy=copy, manifest=manifest, data=data, options=options, objective=objective, target=target, logging=logging,
         reference_file=reference_file, read_reference=read_reference, secret=secret, ledger=ledger, checks=checks,
-        until=until, observer=observer, processes=processes,
+        until=until, observer=observer, is_main_process=processes.is_main_process,
+        is_alone=processes.num_processes == 1,
     )  # fmt: skip
 
 
@@ -388,41 +374,20 @@ def load_copy(job: TrainingJob, transaction: Transaction) -> LoadedCopy:
     private = None
     if options.privacy.dp_epsilon is not None:
         check_opacus()
-        check_private(change.trainable_names(model))
+        if any(".experts." in name for name in change.trainable_names(model)):
+            raise UsageError(
+                "--dp-epsilon: experts have no gradients for each record",
+                "use --lora-rank with --lora-targets that leave the experts out",
+            )
         private = plan_privately(job.data, options, job.objective)
-    fingerprint = fingerprint_of(copy) if job.is_main_process and (job.ledger or job.logging.resume) else ""
-    return LoadedCopy(model, tokenizer, change, specs, output, fingerprint, private)
+    weights = fingerprint(copy.checkpoint) if job.is_main_process and (job.ledger or job.logging.resume) else ""
+    return LoadedCopy(model, tokenizer, change, specs, output, weights, private)
 
 
 def plan_privately(data: Dataset, options: Unlearning, objective: Objective) -> Plan:
     """How often DP-SGD reads each record or person, and its noise."""
     units = {name: [record.protected_as for record in records] for name, records in sets_of(data, objective).items()}
     return plan(units, options.training, options.privacy, epochs=epochs_of(options))
-
-
-def _join_processes(options: Unlearning) -> PartialState:
-    """The processes that train together. Raises MpuError if they cannot reach each other, UsageError for DP-SGD on
-    several."""
-    # Without a GPU, "auto" means the CPU for the processes' communication, too.
-    state = processes_of(device_of(options.training.device))
-    if int(os.environ.get("WORLD_SIZE", "1")) != state.num_processes:
-        raise MpuError(
-            f"started as one of {os.environ['WORLD_SIZE']} processes, which cannot reach each other "
-            f"({state.num_processes} here)",
-            "start them with torchrun or accelerate launch",
-        )
-    if options.privacy.dp_epsilon is not None and state.num_processes > 1:
-        raise UsageError("--dp-epsilon does not work with several processes")
-    return state
-
-
-def _with_seed_of_round(options: Unlearning, manifest: CopyManifest | None) -> Unlearning:
-    """``options`` with a seed of the copy's round: each round has its own order of the records, all copies of it the
-    same."""
-    if manifest is None:
-        return options
-    seed = (options.training.seed + manifest.round - 1) % 2**32
-    return replace(options, training=replace(options.training, seed=seed))
 
 
 def misfits(manifest: CopyManifest | None, options: Unlearning) -> list[str]:

@@ -11,7 +11,7 @@ chosen among many on deltas of the TOFU models (examples/what_a_delta_lists.py r
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,9 +38,8 @@ if TYPE_CHECKING:
     from opendp.mod import Measurement
 
 
-SMALLEST_RESIDUALS = (
-    0.01  # share of the rows, those with the smallest residual, that show how much rounding moves a row
-)
+# Share of the rows, those with the smallest residual, that show how much rounding moves a row.
+SMALLEST_RESIDUALS = 0.01
 ROUNDING = 5e-8  # residual per step that rounding leaves in float32, twice over
 ASSUMED_STEPS = 40  # assumed, as a reader does not know their number
 ABOVE = 3.0  # rows whose residual is this many times that of the calm ones had a gradient
@@ -88,9 +87,7 @@ def fit_residual(change: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (unit - inputs @ torch.linalg.solve(gram, inputs.T @ unit)).norm(dim=1)
 
 
-RULES: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "decay_residual": decay_residual, "norm": norm, "off_mean": off_mean, "away": away, "fit_residual": fit_residual,
-}  # fmt: skip
+RULES = (decay_residual, norm, off_mean, away, fit_residual)  # a reading has the name of the function
 
 
 def moved_rows(change: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -134,8 +131,8 @@ class LeakageReading:
     """What one rule reads off one tensor.
 
     ``told_apart``: AUC of the tokens of records to forget only, or of the records, against those of records to keep
-    (0.5 is chance);
-    ``precision`` and ``recall`` of the tokens that it lists as read. None where a rule makes no such claim.
+    (0.5 is chance); ``precision`` and ``recall`` of the tokens that it lists as read. None where a rule makes no such
+    claim.
     """
 
     tensor: str
@@ -152,13 +149,10 @@ class LeakageReading:
         return listed or self.fact is not None or (self.told_apart or 0.0) > MIN_AUC
 
 
-def candidates_reading(forget: Sequence[float], retain: Sequence[float]) -> LeakageReading:
-    """What a server reads that guesses the records: how well the change of the loss on a record, under the delta, tells
-    whether it was forgotten."""
+def _auc(positives: Sequence[float], negatives: Sequence[float]) -> float:
     from sklearn.metrics import roc_auc_score
 
-    labels = [1] * len(forget) + [0] * len(retain)
-    return LeakageReading("all", "loss of candidate records", float(roc_auc_score(labels, [*forget, *retain])))
+    return float(roc_auc_score([1] * len(positives) + [0] * len(negatives), [*positives, *negatives]))
 
 
 def readings(
@@ -183,17 +177,13 @@ def readings(
             rows = moved_rows(*pair)
             if label == "input" and rows is not None:
                 delta_readings.append(LeakageReading(name, "rows that moved", None, *tokens.precision_and_recall(rows)))
-            delta_readings.append(_best(name, pair, tokens))
+            rated = {rule.__name__: tokens.told_apart(rule(*pair)) for rule in RULES}
+            best = max(rated, key=lambda rule: rated[rule] or 0.0)
+            delta_readings.append(LeakageReading(name, best, rated[best]))
     delta_readings += _first_layer(model, places, changes, tokens)
     for name, change in changes.items():
         delta_readings += _positions_and_experts(name, change, before, model, inputs, head)
     return delta_readings
-
-
-def _best(name: str, pair: tuple[torch.Tensor, torch.Tensor], tokens: _Tokens) -> LeakageReading:
-    rated = {rule: tokens.told_apart(score(*pair)) for rule, score in RULES.items()}
-    best = max(rated, key=lambda rule: rated[rule] or 0.0)
-    return LeakageReading(name, best, rated[best])
 
 
 def _first_layer(
@@ -222,16 +212,13 @@ def _first_layer(
 
 def _positions_and_experts(
     name: str, change: torch.Tensor, before: Checkpoint, model: PreTrainedModel, inputs: Any, head: Any
-) -> list[LeakageReading]:
+) -> Iterator[LeakageReading]:
     """The longest record, from learned positions; the experts that records reached, from a stack."""
     if change.ndim == 3:
-        flat = change.flatten(1), before.tensor(name).float().flatten(1)
-        reached = moved_rows(*flat)
+        reached = moved_rows(change.flatten(1), before.tensor(name).float().flatten(1))
         if reached is not None and not bool(reached.all()):
-            return [
-                LeakageReading(name, "rows that moved", fact=f"reached {int(reached.sum())} of {len(reached)} experts")
-            ]
-        return []
+            fact = f"reached {int(reached.sum())} of {len(reached)} experts"
+            yield LeakageReading(name, "rows that moved", fact=fact)
     other_embeddings = [
         m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not inputs and m is not head
     ]
@@ -240,8 +227,7 @@ def _positions_and_experts(
         if moved is not None and bool(moved.any()):
             # The last token of a record predicts nothing, so its position gets no gradient.
             longest = int(moved.nonzero().max()) + 2
-            return [LeakageReading(name, "rows that moved", fact=f"the longest record has {longest} tokens")]
-    return []
+            yield LeakageReading(name, "rows that moved", fact=f"the longest record has {longest} tokens")
 
 
 def _change(delta: Checkpoint, name: str) -> torch.Tensor | None:
@@ -272,8 +258,6 @@ class _Tokens:
     def told_apart(self, scores: torch.Tensor) -> float | None:
         """AUC of tokens of records to forget only against tokens of records to keep only, or all others if there are
         none of these; None if a side has fewer than SEVERAL."""
-        from sklearn.metrics import roc_auc_score
-
         ones = sorted(self.forget - self.retain)
         negatives = sorted(self.retain - self.forget)
         if len(negatives) < SEVERAL:
@@ -281,9 +265,8 @@ class _Tokens:
         ones, negatives = ([i for i in side if i < len(scores)] for side in (ones, negatives))
         if min(len(ones), len(negatives)) < SEVERAL:
             return None
-        labels = [1] * len(ones) + [0] * len(negatives)
-        values = scores[[*ones, *negatives]].nan_to_num()
-        return float(roc_auc_score(labels, values.numpy()))
+        values = scores.nan_to_num()
+        return _auc(values[ones].tolist(), values[negatives].tolist())
 
     def precision_and_recall(self, rows: torch.Tensor) -> tuple[float, float]:
         """Precision and recall of a list of tokens that were read."""
@@ -319,7 +302,8 @@ def audit(
             [after - before for before, after in zip(losses_before, each.losses(loaded), strict=True)]
             for losses_before, each in zip(losses, answers, strict=True)
         ]
-        delta_readings.append(candidates_reading(*changes))
+        # Who guesses the records sees by how much the delta changes the loss on each: that tells what was forgotten.
+        delta_readings.append(LeakageReading("all", "loss of candidate records", _auc(*changes)))
     return delta_readings
 
 
@@ -341,15 +325,6 @@ class TermMechanism:
     threshold: int
     noise_scale: float
     bound: Release
-
-
-@dataclass(frozen=True)
-class ReleasedTerms:
-    """``terms``, joined where they overlap: all that the bound covers. ``covered_records``, how many of the records
-    mention one of them, stays with the client."""
-
-    terms: Sequence[str]
-    covered_records: int
 
 
 def term_mechanism(options: TermRelease) -> TermMechanism:
@@ -383,31 +358,27 @@ def term_mechanism(options: TermRelease) -> TermMechanism:
 
 
 def release_terms(records: Sequence[Record], names: Sequence[str | None], options: TermRelease,
-                  mechanism: TermMechanism) -> ReleasedTerms:  # fmt: skip
-    """The terms of ``records`` that enough units share. ``names``: of each record, what --term-column says it is about.
+                  mechanism: TermMechanism) -> tuple[list[str], int]:  # fmt: skip
+    """The terms of ``records`` that enough units share, joined where they overlap: all that the bound covers. And how
+    many of the records mention one of them, which stays with the client.
 
-    Each call draws fresh noise of the operating system and spends the bound of ``mechanism`` once more.
+    ``names``: of each record, what --term-column says it is about. Each call draws fresh noise of the operating system
+    and spends the bound of ``mechanism`` once more.
     """
-    contributions = _contributions(records, names, options)
-    counts = Counter(term for terms in contributions.values() for term in terms)
+    candidates: dict[object, Counter[str]] = {}  # of each unit, a record or a person, from its own records
+    for record, name in zip(records, names, strict=True):
+        terms = terms_of(record, options.terms) if options.term_column is None else [name] if name else []
+        candidates.setdefault(record.protected_as, Counter()).update(terms)
+    counts: Counter[str] = Counter()
+    for of_unit in candidates.values():
+        counts.update(term for term, _ in of_unit.most_common(options.terms))
     released = mechanism.measurement({term: min(count, MAX_THRESHOLD) for term, count in counts.items()})
     names_of = [[name] if name else ["\n".join(texts_of(record))] for name, record in zip(names, records, strict=True)]
     mentioning = sum(any(term in text for term in released for text in texts) for texts in names_of)
     ordered = sorted(released, key=lambda term: (-released[term], term))
     # A single term stands for all of a record; of several, neighbouring pairs of words are parts of one name.
     joins = options.terms > 1 and options.term_column is None
-    return ReleasedTerms(join_overlapping(ordered) if joins else ordered, mentioning)
-
-
-def _contributions(
-    records: Sequence[Record], names: Sequence[str | None], options: TermRelease
-) -> Mapping[object, Sequence[str]]:
-    """The terms that each unit, a record or a person, counts for: at most ``options.terms``, of its own records."""
-    candidates: dict[object, Counter[str]] = {}
-    for record, name in zip(records, names, strict=True):
-        terms = terms_of(record, options.terms) if options.term_column is None else [name] if name else []
-        candidates.setdefault(record.protected_as, Counter()).update(terms)
-    return {unit: [term for term, _ in counts.most_common(options.terms)] for unit, counts in candidates.items()}
+    return join_overlapping(ordered) if joins else ordered, mentioning
 
 
 def _opendp() -> Any:

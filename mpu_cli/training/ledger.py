@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.boundary import Document, parse_document
@@ -98,21 +99,17 @@ def read_ledger(path: Path) -> list[LedgerEntry]:
     entries: list[LedgerEntry] = []
     for line in read_lines(path, hint):
         values = {name: value for name, value in line.items() if name != "time"}
+        added: dict[str, Any]
         if LOSSES_OF in values:
             losses = parse_document(_Losses, values, f"{path}: damaged", hint)
-            entries = [
-                replace(each, forget=losses.forget, retain=losses.retain) if each.identity == losses.losses_of else each
-                for each in entries
-            ]
-            continue
-        if COURSE_OF in values:
+            identity, added = losses.losses_of, {"forget": losses.forget, "retain": losses.retain}
+        elif COURSE_OF in values:
             taken = parse_document(_Course, values, f"{path}: damaged", hint)
-            entries = [
-                replace(each, course=taken.course) if each.identity == taken.course_of else each for each in entries
-            ]
+            identity, added = taken.course_of, {"course": taken.course}
+        else:
+            entries.append(parse_document(LedgerEntry, values, f"{path}: damaged", hint))
             continue
-        entry = parse_document(LedgerEntry, values, f"{path}: damaged", hint)
-        entries.append(entry)
+        entries = [replace(each, **added) if each.identity == identity else each for each in entries]
     return entries
 
 
@@ -154,7 +151,8 @@ def write_down(
     """
     with alone_with_private(path):
         before = read_ledger(path)
-        if not trusted and _differs_from_its_round(entry, before):
+        same_round = [other for other in before if entry.run and (other.run, other.round) == (entry.run, entry.round)]
+        if not trusted and any(other.surroundings not in ("", entry.surroundings) for other in same_round):
             raise MpuError(
                 f"copy {entry.copy} of round {entry.round}: its tokenizer, template or config is not that of another "
                 "copy of the round that you trained on, so the two would show what each makes of your records",
@@ -183,14 +181,6 @@ def epsilon_of(
     """ε at ``delta`` of all ``entries`` together, for each ``unit``; infinite if one has no bound."""
     spendings = [spending for entry in entries for spending in entry.spendings(unit)]
     return composed_epsilon(spendings, delta, neighbours)
-
-
-def _differs_from_its_round(entry: LedgerEntry, before: Sequence[LedgerEntry]) -> bool:
-    return any(
-        (other.run, other.round) == (entry.run, entry.round) and other.surroundings not in ("", entry.surroundings)
-        for other in before
-        if entry.run
-    )
 
 
 def summary(entries: Sequence[LedgerEntry]) -> Mapping[str, object]:

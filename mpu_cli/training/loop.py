@@ -22,7 +22,7 @@ import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils.memory import clear_device_cache
-from torch.utils.data import Dataset, SequentialSampler
+from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -205,17 +205,16 @@ def the_one_item(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 class UnlearningTrainer(Trainer):
     """Trains through ``MicroBatches``, and reports each step. In one process, a micro-batch that memory does not
-    suffice for is split, and its step begun again. ``head`` and ``own_head``: as ``forward`` takes them."""
+    suffice for is split, and its step begun again. ``head``: as ``forward`` takes it."""
 
     loss_is_scaled_for_ga = True  # every part is normalised by its whole step
 
     def __init__(
         self, *, objective: Objective, references: Mapping[str, Reference], training: Training,
-        head: Head | None, own_head: Head | None, on_step: Callable[[Losses], None],
-        warn: Callable[[str], None], **kwargs: object,
+        head: Head | None, on_step: Callable[[Losses], None], warn: Callable[[str], None], **kwargs: object,
     ):  # fmt: skip
         super().__init__(**kwargs)
-        self._head, self._own_head = head, own_head
+        self._head, self._own_head = head, self.model.get_output_embeddings()
         self._objective, self._references, self._training = objective, references, training
         self._on_step, self._warn = on_step, warn
         self._sums: dict[str, torch.Tensor] = {}
@@ -223,9 +222,6 @@ class UnlearningTrainer(Trainer):
         self._done_in_step: list[int] = []  # the micro-batches of the step that are done
         self._record_limit: int | None = None  # records that memory suffices for; None: any so far
         self._trained_bytes = sum(p.nbytes for p in self.model.parameters() if p.requires_grad)
-
-    def _get_train_sampler(self, *_: object) -> SequentialSampler:
-        return SequentialSampler(self.train_dataset)  # the schedule sets the order
 
     def create_optimizer(self, *_: object) -> torch.optim.Optimizer:
         decayed = set(self.get_decay_parameter_names(self.model))
@@ -334,12 +330,6 @@ class UnlearningTrainer(Trainer):
         """The weight of the retain term. Where each step changes it, checkpoints keep it, in the Trainer's state."""
         return self.state.stateful_callbacks.get(DUAL, {}).get("alpha", self._objective.constants.alpha)
 
-    def _update_alpha(self, retain_term: float) -> None:
-        """A step of dual ascent: α is the multiplier of the constraint that the retain term is at most its limit."""
-        constants = self._objective.constants
-        alpha = max(0.0, self._alpha + constants.dual_rate * (retain_term - constants.retain_limit))
-        self.state.stateful_callbacks[DUAL] = {"alpha": alpha}
-
     def _count(self, losses: dict[str, torch.Tensor]) -> None:
         """Add up the parts of a step over its micro-batches."""
         for name, value in losses.items():
@@ -355,8 +345,11 @@ class UnlearningTrainer(Trainer):
         sums = dict(zip(names, of_all.tolist(), strict=True))  # at once: a GPU is waited for each time
         self._sums, self._done_in_step, self._last_sums = {}, [], sums
         retain_term, retain = sums.get("retain_term"), sums.get("retain")
-        if retain_term is not None and self._objective.constants.dual_rate:
-            self._update_alpha(retain_term)
+        constants = self._objective.constants
+        if retain_term is not None and constants.dual_rate:
+            # Dual ascent: α is the multiplier of the constraint that the retain term is at most its limit.
+            alpha = max(0.0, self._alpha + constants.dual_rate * (retain_term - constants.retain_limit))
+            self.state.stateful_callbacks[DUAL] = {"alpha": alpha}
         self._on_step(Losses(sums["loss"], sums["forget_term"], retain_term, sums["forget"], retain))
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
@@ -511,8 +504,6 @@ def train(
             drop_repeated_steps(logging.log, checkpoints.name, done)
         log = stack.enter_context(logging.log.open("ab", buffering=0)) if logging.log and main_process else None
         record = _StepLog(log, checkpoints.name if checkpoints else None, done, len(steps), on_step, warn)
-        own_head = model.get_output_embeddings()
-        head = whole_head(model) if sharded else separate_head(model)  # a whole copy if the weights are split
         trainer = UnlearningTrainer(
             model=model,
             args=arguments,
@@ -521,8 +512,7 @@ def train(
             objective=objective,
             references={name: data.reference for name, data in sets.items()},
             training=training,
-            head=head,
-            own_head=own_head,
+            head=whole_head(model) if sharded else separate_head(model),  # a whole copy if the weights are split
             on_step=record,
             warn=warn,
         )
@@ -545,6 +535,7 @@ def _arguments(
         output_dir=str(folder),
         num_train_epochs=1,
         per_device_train_batch_size=1,  # an item of the dataset is already a micro-batch
+        train_sampling_strategy="sequential",  # the schedule sets the order
         learning_rate=float(training.lr),
         lr_scheduler_type=training.lr_scheduler,
         warmup_steps=training.warmup_steps,

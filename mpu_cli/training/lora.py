@@ -25,8 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import LEFT_FACTOR, RIGHT_FACTOR
-from mpu_cli.files.reader import NAME, all_finite, open_checkpoint
-from mpu_cli.files.writer import TensorSpecs
+from mpu_cli.files.reader import all_finite, open_checkpoint
 from mpu_cli.model.load import has_weights
 from mpu_cli.model.tensors import Names, dequantized_weight, family_of_model, is_quantized
 from mpu_cli.options.unlearning import Lora
@@ -84,57 +83,94 @@ def _matches(name: str, target: str) -> bool:
     return name == target or name.endswith("." + target)
 
 
-def tensor_specs(names: Names, lora: Lora, model: PreTrainedModel) -> TensorSpecs:
-    """The tensors that a delta trained with ``lora`` will hold."""
-    wide = NAME[torch.promote_types(model.dtype, torch.float32)]
-    tensors = {}
-    for name in adapted_parameters(model, lora, names):
-        for piece in names[name]:
-            *stack, rows, columns = piece.shape
-            tensors[piece.file_name + LEFT_FACTOR] = (wide, (*stack, rows, lora.rank))
-            tensors[piece.file_name + RIGHT_FACTOR] = (wide, (*stack, lora.rank, columns))
-    return tensors
+class LoraChange:
+    """Low-rank factors of the change of some matrices, which are trained in place of ``delta.FullChange``.
 
-
-def wrap(model: PreTrainedModel, lora: Lora, among: Collection[str], *, wide_inputs: bool) -> torch.nn.Module:
-    """``model`` with adapters (float32, or float64 if the model is) to train instead of its weights ``among`` these.
-
-    ``wide_inputs``: they read their inputs in their own dtype, and not in the model's.
-
-    Raises MpuError if weights are NaN or Inf.
+    They are float32, or float64 if the model is. ``wide_inputs``: they read their inputs in that dtype, and not in the
+    model's.
     """
-    from peft import LoraConfig, get_peft_model
 
-    # Saving a checkpoint, peft looks for the vocabulary's size in a folder that is gone, and need not know it.
-    warnings.filterwarnings("ignore", message="Could not find a config file")
-    targets = adapted_parameters(model, lora, among)
-    config = LoraConfig(
-        r=lora.rank,
-        lora_alpha=lora.alpha,
-        target_modules=[name.removesuffix(".weight") for name, weight in targets.items() if weight.ndim == 2],
-        target_parameters=[name for name, weight in targets.items() if weight.ndim == 3] or None,
-        lora_dropout=0.0,
-        task_type="CAUSAL_LM",
-        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
-    )
-    with _taking_names_as_they_are():
-        wrapped = get_peft_model(model, config)
-    wide = torch.promote_types(model.dtype, torch.float32)
-    for parameter in wrapped.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(wide)
-    for adapter in _adapters(wrapped) if not wide_inputs else ():
-        _compute_in(adapter.module, model)
-    for adapter in _adapters(wrapped) if has_weights() else ():  # other processes receive the first one's
-        weight = dequantized_weight(targets[adapter.parameter])
-        if not all_finite(weight):
-            raise MpuError(f"{adapter.parameter}: weights contain NaN or Inf", "get the copy again")
-        if adapter.inputs_first:
-            weight = weight.transpose(-2, -1)
-        matrices = weight if weight.ndim == 3 else weight[None]
-        begin = [principal_inputs(matrix.to(wide), lora.rank) for matrix in matrices]
-        adapter.module.lora_A["default"].weight.data.copy_(torch.cat(begin))
-    return wrapped
+    kind = "lora"
+
+    def __init__(self, names: Names, options: Lora, *, wide_inputs: bool):
+        self._names, self._options, self._wide_inputs = names, options, wide_inputs
+
+    def trainable_names(self, model: PreTrainedModel) -> Collection[str]:
+        return adapted_parameters(model, self._options, self._names)
+
+    def shapes(self, model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+        shapes = {}
+        for name in adapted_parameters(model, self._options, self._names):
+            for piece in self._names[name]:
+                *stack, rows, columns = piece.shape
+                shapes[piece.file_name + LEFT_FACTOR] = (*stack, rows, self._options.rank)
+                shapes[piece.file_name + RIGHT_FACTOR] = (*stack, self._options.rank, columns)
+        return shapes
+
+    def wrap(self, model: PreTrainedModel) -> torch.nn.Module:
+        """``model`` with adapters to train instead of its weights. Raises MpuError if weights are NaN or Inf."""
+        from peft import LoraConfig, get_peft_model
+
+        # Saving a checkpoint, peft looks for the vocabulary's size in a folder that is gone, and need not know it.
+        warnings.filterwarnings("ignore", message="Could not find a config file")
+        rank, targets = self._options.rank, adapted_parameters(model, self._options, self._names)
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=self._options.alpha,
+            target_modules=[name.removesuffix(".weight") for name, weight in targets.items() if weight.ndim == 2],
+            target_parameters=[name for name, weight in targets.items() if weight.ndim == 3] or None,
+            lora_dropout=0.0,
+            task_type="CAUSAL_LM",
+            fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+        )
+        with _taking_names_as_they_are():
+            wrapped = get_peft_model(model, config)
+        wide = torch.promote_types(model.dtype, torch.float32)
+        for parameter in wrapped.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.to(wide)
+        for adapter in _adapters(wrapped) if not self._wide_inputs else ():
+            # The factors stay in float32 and are multiplied in the model's dtype: peft's cast of every input would be
+            # kept for the backward pass, beside the input itself.
+            adapter.module.cast_input_dtype_enabled = False
+            if model.dtype in (torch.bfloat16, torch.float16):
+                for factor in (adapter.module.lora_A["default"], adapter.module.lora_B["default"]):
+                    factor.forward = torch.autocast(model.device.type, model.dtype)(factor.forward)
+        for adapter in _adapters(wrapped) if has_weights() else ():  # other processes receive the first one's
+            weight = dequantized_weight(targets[adapter.parameter])
+            if not all_finite(weight):
+                raise MpuError(f"{adapter.parameter}: weights contain NaN or Inf", "get the copy again")
+            if adapter.inputs_first:
+                weight = weight.transpose(-2, -1)
+            matrices = weight if weight.ndim == 3 else weight[None]
+            begin = [principal_inputs(matrix.to(wide), rank) for matrix in matrices]
+            adapter.module.lora_A["default"].weight.data.copy_(torch.cat(begin))
+        return wrapped
+
+    def tensors(self, trained: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+        """The factors of every adapted tensor, as stored in the delta."""
+        parameters = dict(whole_parameters(trained, lambda name: ".lora_" in name))
+        for adapter in _adapters(trained):
+            a = parameters[f"{adapter.name}.lora_A.default.weight"].detach().cpu()  # (r, inputs)
+            b = parameters[f"{adapter.name}.lora_B.default.weight"].detach().cpu()  # (outputs, r)
+            if experts := getattr(adapter.module, "num_experts", 0):  # (experts · r, inputs), (outputs, r · experts)
+                a, b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
+            b = b * adapter.module.scaling["default"]
+            left_factor, right = (a.mT, b.mT) if adapter.inputs_first else (b, a)
+            for piece in self._names[adapter.parameter]:
+                yield piece.file_name + LEFT_FACTOR, piece.of(left_factor)
+                yield piece.file_name + RIGHT_FACTOR, right if piece.expert is None else right[piece.expert]
+
+    def norm(self, _: float, delta: Path) -> float:
+        """‖BA‖ over all factors in a delta: the norm of the weight change, whatever A started from."""
+        checkpoint = open_checkpoint(delta)
+        square = 0.0
+        for name in checkpoint.tensors:
+            if name.endswith(LEFT_FACTOR):
+                b = checkpoint.tensor(name).double()
+                a = checkpoint.tensor(name.removesuffix(LEFT_FACTOR) + RIGHT_FACTOR).double()
+                square += float(((b.mT @ b) * (a @ a.mT)).sum())
+        return math.sqrt(max(0.0, square))
 
 
 @contextmanager
@@ -149,15 +185,6 @@ def _taking_names_as_they_are() -> Iterator[None]:
         yield
     finally:
         conversion.convert_peft_config_for_transformers = original
-
-
-def _compute_in(layer: Any, model: PreTrainedModel) -> None:
-    """Let the factors of ``layer``, which stay in float32, be multiplied in the dtype of ``model``: peft's cast of
-    every input would be kept for the backward pass, beside the input itself."""
-    layer.cast_input_dtype_enabled = False
-    if model.dtype in (torch.bfloat16, torch.float16):
-        for factor in (layer.lora_A["default"], layer.lora_B["default"]):
-            factor.forward = torch.autocast(model.device.type, model.dtype)(factor.forward)
 
 
 @dataclass(frozen=True)
@@ -205,33 +232,3 @@ def _last_eigenvectors(gram: torch.Tensor, count: int) -> torch.Tensor:
 
     start = max(0, len(gram) - count)
     return torch.from_numpy(eigh(gram.numpy(), subset_by_index=[start, len(gram) - 1])[1])
-
-
-def product_norm(delta: Path) -> float:
-    """‖BA‖ over all factors in a delta: the norm of the weight change, whatever A started from."""
-    checkpoint = open_checkpoint(delta)
-    square = 0.0
-    for name in checkpoint.tensors:
-        if name.endswith(LEFT_FACTOR):
-            b, a = (
-                checkpoint.tensor(name).double(),
-                checkpoint.tensor(name.removesuffix(LEFT_FACTOR) + RIGHT_FACTOR).double(),
-            )
-            square += float(((b.mT @ b) * (a @ a.mT)).sum())
-    return math.sqrt(max(0.0, square))
-
-
-def factors(trained: torch.nn.Module, names: Names) -> Iterator[tuple[str, torch.Tensor]]:
-    """The factors of every adapted tensor, as stored in the delta."""
-    parameters = dict(whole_parameters(trained, lambda name: ".lora_" in name))
-    for adapter in _adapters(trained):
-        a = parameters[f"{adapter.name}.lora_A.default.weight"].detach().cpu()  # (r, inputs)
-        b = parameters[f"{adapter.name}.lora_B.default.weight"].detach().cpu()  # (outputs, r)
-        pieces = names[adapter.parameter]
-        if experts := getattr(adapter.module, "num_experts", 0):  # (experts · r, inputs) and (outputs, r · experts)
-            a, b = a.unflatten(0, (experts, -1)), b.unflatten(1, (-1, experts)).permute(2, 0, 1)
-        b = b * adapter.module.scaling["default"]
-        left_factor, right = (a.mT, b.mT) if adapter.inputs_first else (b, a)
-        for piece in pieces:
-            yield piece.file_name + LEFT_FACTOR, piece.of(left_factor)
-            yield piece.file_name + RIGHT_FACTOR, right if piece.expert is None else right[piece.expert]

@@ -357,9 +357,6 @@ ALGORITHMS = {
 }
 
 
-ENTRY_POINTS = "mpu.algorithms"
-
-
 def algorithm_named(name: str) -> Algorithm:
     """The algorithm of ``--algo``: one of ALGORITHMS, of an installed package's entry point in ``mpu.algorithms``, or
     ``module:function``. What is imported is an Algorithm, or a forget term with the signature of those above.
@@ -368,7 +365,7 @@ def algorithm_named(name: str) -> Algorithm:
     """
     if name in ALGORITHMS:
         return ALGORITHMS[name]
-    found = entry_points(group=ENTRY_POINTS)
+    found = entry_points(group="mpu.algorithms")
     module, _, attribute = name.partition(":")
     if not attribute and name not in found.names:
         known = [*ALGORITHMS, *found.names]

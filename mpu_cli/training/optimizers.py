@@ -12,7 +12,19 @@ import torch
 from mpu_cli.errors import MpuError
 
 
-class BlockwiseAdamW(torch.optim.Optimizer):
+class _WideMoments(torch.optim.Optimizer):
+    """Loads a saved state with the moments in the dtype they had: torch would cast them to the parameters' dtype."""
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        super().load_state_dict(state_dict)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        for number, moments in state_dict["state"].items():
+            state = self.state[parameters[number]]
+            wide = (name for name in ("exp_avg", "exp_avg_sq") if name in moments)
+            state |= {name: moments[name].to(state[name].device) for name in wide}
+
+
+class BlockwiseAdamW(_WideMoments):
     """AdamW with one second moment per tensor: the mean squared gradient (the idea of Adam-mini, Zhang et al. 2024).
 
     m ← β₁m + (1−β₁)g, v ← β₂v + (1−β₂)·mean(g²), θ ← θ − lr·(m̂/(√v̂ + ε) + λθ), with the usual bias corrections.
@@ -31,11 +43,6 @@ class BlockwiseAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.0,
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        """Load a saved state with the moments in the dtype they had: torch would cast them to the parameters' dtype."""
-        super().load_state_dict(state_dict)
-        _widen(self, state_dict)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 (as torch has it)
@@ -64,15 +71,6 @@ class BlockwiseAdamW(torch.optim.Optimizer):
                     parameter.copy_(moved)
 
 
-def _widen(optimizer: torch.optim.Optimizer, saved: dict) -> None:
-    """Copy BlockwiseAdamW's moments from a ``saved`` state into ``optimizer``, in the dtype they were saved in."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, moments in saved["state"].items():
-        state = optimizer.state[parameters[number]]
-        wide = (name for name in ("exp_avg", "exp_avg_sq") if name in moments)
-        state |= {name: moments[name].to(state[name].device) for name in wide}
-
-
 def _mean(x: torch.Tensor) -> torch.Tensor:
     """The mean of the whole tensor, even if this process holds only a shard of it."""
     from torch.distributed.tensor import DTensor  # takes a third of a second; listing the names must not
@@ -80,7 +78,7 @@ def _mean(x: torch.Tensor) -> torch.Tensor:
     return x.sum().full_tensor() / x.numel() if isinstance(x, DTensor) else x.mean()  # type: ignore[attr-defined]
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(_WideMoments):
     """torch's Muon (Jordan et al., 2024) for weight matrices, BlockwiseAdamW for embeddings, head and 1-D tensors.
 
     ``muon`` in each group selects one of the two. A step of Muon is the orthogonal factor of its momentum matrix, which
@@ -101,10 +99,6 @@ class Muon(torch.optim.Optimizer):
             self._parts[True] = torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw")
         if adamw_groups:
             self._parts[False] = BlockwiseAdamW(adamw_groups, lr=lr)
-
-    def load_state_dict(self, state_dict: dict) -> None:
-        super().load_state_dict(state_dict)
-        _widen(self, state_dict)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 (as torch has it)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,14 +23,13 @@ from transformers import PreTrainedModel
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.boundary import Scale
-from mpu_cli.files.randomness import Randomness, Stream, new_seed, standard_normals
+from mpu_cli.files.randomness import Randomness, new_seed, standard_normals
 from mpu_cli.model.network import Head, input_of, separate_head
 from mpu_cli.options.unlearning import Privacy, Training
 from mpu_cli.records.encode import IGNORED, Example, pad
 from mpu_cli.training.loop import ExampleSet, Losses, outside_layers
-from mpu_cli.training.losses import ALGORITHMS, Frozen, Objective, TermInputs, score
+from mpu_cli.training.losses import ALGORITHMS, Objective, TermInputs, score
 from mpu_cli.training.optimizers import make_optimizer
-from mpu_cli.training.reference import Reference
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -101,7 +100,7 @@ def noise_multiplier_for(
 ) -> float:
     """The least noise under which ``steps`` of DP-SGD spend (``epsilon``, ``delta``).
 
-    Raises ValueError if none is enough.
+    Raises UsageError if none is enough.
     """
     from dp_accounting import calibrate_dp_mechanism, mechanism_calibration
 
@@ -113,8 +112,11 @@ def noise_multiplier_for(
             delta,
             tol=TOLERANCE,
         )
-    except mechanism_calibration.NoBracketIntervalFoundError as error:
-        raise ValueError("no noise multiplier") from error
+    except (ValueError, mechanism_calibration.NoBracketIntervalFoundError) as error:
+        raise UsageError(
+            f"--dp-epsilon {epsilon:g} --dp-delta {delta:g}: no usable noise level achieves this in {steps} steps",
+            "raise them, or use fewer --epochs",
+        ) from error
     return float(multiplier)
 
 
@@ -203,22 +205,17 @@ def plan(
             members.setdefault((name, number) if unit is None else unit, []).append((name, number))
     forgets = [places for places in members.values() if any(name == "forget" for name, _ in places)]
     remaining_units = [places for places in members.values() if not any(name == "forget" for name, _ in places)]
-    rates = {id(group): min(1.0, training.batch_size / max(1, len(group))) for group in (forgets, remaining_units)}
-    units = [Unit(tuple(places), rates[id(group)]) for group in (forgets, remaining_units) for places in group]
+    units = []
+    for group in (forgets, remaining_units):
+        group_rate = min(1.0, training.batch_size / max(1, len(group)))
+        units += [Unit(tuple(places), group_rate) for places in group]
     rate = max(unit.rate for unit in units)
     steps = epochs * -(-len(forgets) // training.batch_size)
     if noise_multiplier is None:
-        try:
-            assert privacy.dp_epsilon is not None
-            noise_multiplier = noise_multiplier_for(
-                privacy.dp_epsilon, privacy.dp_delta, sample_rate=rate, steps=steps, neighbours=privacy.dp_neighbours
-            )
-        except ValueError as error:
-            raise UsageError(
-                f"--dp-epsilon {privacy.dp_epsilon:g} --dp-delta {privacy.dp_delta:g}: no usable noise level achieves "
-                f"this in {steps} steps",
-                "raise them, or use fewer --epochs",
-            ) from error
+        assert privacy.dp_epsilon is not None
+        noise_multiplier = noise_multiplier_for(
+            privacy.dp_epsilon, privacy.dp_delta, sample_rate=rate, steps=steps, neighbours=privacy.dp_neighbours
+        )
     return Plan(units, Mechanism(noise_multiplier, rate, steps))
 
 
@@ -241,15 +238,6 @@ def check_opacus() -> None:
         import opacus  # noqa: F401
     except ImportError as error:
         raise MpuError("--dp-epsilon needs Opacus", "install it with pip install opacus") from error
-
-
-def check_private(trained: Iterable[str]) -> None:
-    """Raises UsageError if one of the ``trained`` parameters has no gradients for each record."""
-    if any(".experts." in name for name in trained):
-        raise UsageError(
-            "--dp-epsilon: experts have no gradients for each record",
-            "use --lora-rank with --lora-targets that leave the experts out",
-        )
 
 
 def train_privately(
@@ -282,7 +270,10 @@ def train_privately(
     optimizer = _optimizer(model, trained, training, privacy, planned.mechanism, randomness)
     size = training.micro_batch_size or 2 * training.batch_size
     for _ in range(planned.mechanism.steps):
-        parts = _parts(_sample_units(planned.units, sampler), size) or [[]]
+        # Each unit with its own probability, independently; those without examples add nothing.
+        draws = sampler.uniform(len(planned.units)).tolist()
+        sampled = [unit for unit, draw in zip(planned.units, draws, strict=True) if draw < unit.rate and unit.places]
+        parts = _parts(sampled, size) or [[]]
         sums: dict[str, list[float]] = {}
         for i, part in enumerate(parts):
             optimizer.signal_skip_step(do_skip=i + 1 < len(parts))
@@ -347,12 +338,6 @@ def with_noise(x: torch.Tensor, std: float, key: bytes) -> torch.Tensor:
         normals = standard_normals(key, start, stop, double=True)
         noisy[start:stop] = (flat[start:stop].to("cpu", torch.float64) + std * normals).to(x.device, x.dtype)
     return noisy.view(x.shape)
-
-
-def _sample_units(units: Sequence[Unit], sampler: Stream) -> list[Unit]:
-    """Each unit with its own probability, independently; those without examples add nothing."""
-    draws = sampler.uniform(len(units)).tolist()
-    return [unit for unit, draw in zip(units, draws, strict=True) if draw < unit.rate and unit.places]
 
 
 def _parts(units: Sequence[Unit], size: int) -> list[list[Unit]]:
@@ -427,15 +412,12 @@ def _loss(
     constants = objective.constants
     for i, (name, number) in enumerate(places):
         scores = score(read[i : i + 1], batch["labels"][i : i + 1], head=head)
-        part = TermInputs(scores, _frozen(sets[name].reference, number, device))
+        reference = sets[name].reference
+        outputs = {key: value.to(device) for key, value in reference.collect([number], like=[number]).items()}
+        part = TermInputs(scores, reference.frozen(outputs))
         forget = name == "forget"
         term = objective.algorithm.forget(part, None, constants) if forget else objective.retain(part)
         loss = loss + (constants.gamma if forget else constants.alpha) * term
         sums.setdefault(f"{name}_term", []).append(term.item())
         sums.setdefault(name, []).append(scores.cross_entropy.item())
     return loss
-
-
-def _frozen(reference: Reference, number: int, device: torch.device) -> Frozen:
-    outputs = {name: value.to(device) for name, value in reference.collect([number], like=[number]).items()}
-    return reference.frozen(outputs)

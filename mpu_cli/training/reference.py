@@ -26,8 +26,6 @@ from mpu_cli.training.losses import Frozen, Scores, locate_answers, score
 
 EMBEDDING_ROWS = 1 << 14  # of the embedding that are converted to float64 at a time
 FORMAT, VERSION = "mpu-reference", 1
-
-
 # Facts of a reference file that are digests, in words.
 DIGESTS = {
     "records": "records or the options that print them",

@@ -3,7 +3,7 @@
 Every few steps the model is scored on records to forget, on retain records that were left out of the training, and on
 records that it never saw. Nothing is generated: the score of a record is the geometric mean of its answer tokens'
 probabilities. On a copy with permanent noise the scores are those of the copy. The server's model, to which the change
-is applied, keeps more and forgets less, so the level of the ``hinge`` loss is lower there (``level_for``). On a copy
+is applied, keeps more and forgets less, so the level of the ``hinge`` loss is lower there (``level_at``). On a copy
 without, the training may have noise of its own (``training_noise``); the scores are of what it changed, without it.
 """
 
@@ -139,18 +139,6 @@ def hold_out(data: Dataset, share: float) -> Dataset:
     )
 
 
-def level_for(reference: float | None, noise: float) -> float:
-    """The level of the hinge loss, in nats per token, in tenths.
-
-    ``reference``: the probability of answers that a model does not know, None if nobody measured it; ``noise``: of the
-    copy, permanent, as a share of its weights. An update found under noise comes over to the server's model in part,
-    so records are pushed further below the level there.
-    """
-    known = UNKNOWN_LEVEL if reference is None else math.log(max(reference, 1e-9))
-    level = max(known, UNKNOWN_LEVEL) - NOISE_MARGIN * noise
-    return round(min(max(level, LOWEST_LEVEL), HIGHEST_LEVEL), 1)
-
-
 def pulling_level(level: float, loss: float) -> float:
     """``level`` or, if answers of this ``loss`` per token are less probable than that already, a whole number of nats
     one or two below them: where nothing pulls, Adam makes an update of rounding errors, a different one on each copy.
@@ -178,18 +166,19 @@ class Scorer:
         self.before = self._probabilities(model)
         self.level = math.nan  # set once the level is settled
 
-    @property
-    def reference(self) -> float | None:
-        """The mean probability of answers that a model does not know: of the same records under the public model, else
-        of unseen ones."""
-        if self._public is not None:
-            return fmean(self._public)
-        return fmean(self.before["unseen"]) if "unseen" in self.before else None
-
     def level_at(self, noise: float) -> float:
-        """The level for weights with so much ``noise``, which pulls at what the copy knew."""
+        """The level of the hinge loss, in nats per token, which pulls at what the copy knew.
+
+        It is how probable answers are that a model does not know: those of the same records under the public model,
+        else of unseen ones. ``noise``: permanent, as a share of the weights. An update found under noise comes over to
+        the server's model in part, so records are pushed further below the level there.
+        """
+        level, unknown = UNKNOWN_LEVEL, self._public or self.before.get("unseen")
+        if unknown:
+            level = max(level, math.log(max(fmean(unknown), 1e-9)))
+        level = round(min(max(level - NOISE_MARGIN * noise, LOWEST_LEVEL), HIGHEST_LEVEL), 1)  # in tenths
         known = fmean(math.log(max(p, 1e-30)) for p in self.before["forget"])
-        return pulling_level(level_for(self.reference, noise), -known)
+        return pulling_level(level, -known)
 
     def cost_of_noise(self, model: PreTrainedModel, share: float, seed: int) -> float:
         """By how many nats a token noise of ``share``, as a copy has, makes the answers to forget less probable; QUIET
@@ -230,7 +219,7 @@ class Watching(TrainerCallback):
     A training that follows the course of another copy is looked at once, at its end. ``noise``: of the copy, permanent;
     where there is next to none, the copy ``is_faithful``: its scores are those of the server's model, and the weights
     may get noise of the training's own from ``seed``, which is taken off them for each look. ``level``: None for what
-    the scores and the noise call for; ``training_noise``: a share of the weights.
+    the scores and the noise call for.
     """
 
     def __init__(
@@ -241,7 +230,6 @@ class Watching(TrainerCallback):
         noise: float,
         *,
         level: float | None,
-        training_noise: float,
         seed: int,
         observer: Observer,
     ):
@@ -256,6 +244,7 @@ class Watching(TrainerCallback):
         # when the training begins: one that resumes begins with the weights of a checkpoint.
         is_scaled = self.is_faithful or self._is_quiet or self._is_loud or (until.course and until.course.scale != 1)
         self._initial = _copy_weights(model, self._place) if is_scaled else {}
+        training_noise = until.stopping.training_noise  # a share of the weights
         self._noise = TrainingNoise(self._initial, seed, training_noise if self.is_faithful else 0.0)
         self._best: tuple[Look, float, dict[str, torch.Tensor]] | None = None  # with the share of the change
         if training_noise and not self.is_faithful:

@@ -7,17 +7,19 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
+from accelerate import PartialState
 from transformers import PreTrainedModel
 
 from mpu_cli.errors import Diverged, MpuError
-from mpu_cli.files.boundary import private_umask
+from mpu_cli.files.boundary import private_folder, private_umask, read_json_object
 from mpu_cli.files.manifest import DeltaManifest, as_metadata, delta_facts, name_of_copy
 from mpu_cli.files.reader import LOST_TO_ROUNDING
+from mpu_cli.files.resumption import write_atomically
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import CheckpointWriter
 from mpu_cli.model.device import memory_in_mind
@@ -28,15 +30,14 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import flat
 from mpu_cli.options.unlearning import Checks, Logging, Training, Unlearning
 from mpu_cli.records.encode import Example
-from mpu_cli.training.copycheck import Sign, against_others, against_public, refuse, traps
-from mpu_cli.training.data import Dataset, encoded_sets, example_sets, records_digest, texts_of
+from mpu_cli.training.copycheck import against_others, against_public, refuse, traps
+from mpu_cli.training.data import Dataset, Encoded, encoded_sets, records_digest
 from mpu_cli.training.delta import own_client_secret, training_tag, write_changes
 from mpu_cli.training.execution import Checkpoints, computing_in, from_first, step_of
 from mpu_cli.training.job import (
     PRECISIONS,
     LoadedCopy,
     TrainingJob,
-    check_same_training,
     decisive_options,
     digest_of_training,
     entry_of,
@@ -56,8 +57,9 @@ from mpu_cli.training.ledger import (
 )
 from mpu_cli.training.loop import NO_LOGGING, ExampleSet, Losses, TrainingStep, schedule, seed_training, train
 from mpu_cli.training.losses import ALGORITHMS
-from mpu_cli.training.private import Plan, composed_epsilon, train_privately
+from mpu_cli.training.private import composed_epsilon, train_privately
 from mpu_cli.training.rates import scored_at_once, with_rate
+from mpu_cli.training.reference import Reference, freeze, load_references, save_references
 from mpu_cli.training.stopping import Look, Scorer, Until, Watching, pulling_level
 from mpu_cli.wording import counted
 
@@ -174,24 +176,6 @@ ADVICE = (  # if memory runs out
 )
 
 
-@dataclass(frozen=True)
-class Registration:
-    """The training's line in the ledger, None if it has none, and the lines before it."""
-
-    entry: LedgerEntry | None = None
-    earlier: Sequence[LedgerEntry] = ()
-
-
-@dataclass(frozen=True)
-class PreparedRecords:
-    """The records as the copy reads them: ``record_numbers`` of the examples in each set, and ``signs`` that the copy
-    was built to carry records out."""
-
-    sets: dict[str, ExampleSet]
-    record_numbers: dict[str, list[int]]
-    signs: list[Sign]
-
-
 @letting_go
 def unlearn(
     copy: Model,
@@ -220,7 +204,14 @@ def unlearn(
     training diverged.
     """
     job = prepare_job(copy, data, options, target, logging, reference_file, secret, ledger, checks, until, observer)
-    training = job.options.training
+    training, privacy = job.options.training, job.options.privacy
+    losses: list[Losses] = []
+
+    def record(step: Losses, _: int) -> None:
+        losses.append(step)
+        retain_text = "" if step.retain_term is None else f" retain {step.retain_term:.3f}"
+        observer.advance(1, f"loss {step.loss:.3f} = forget {step.forget_term:.3f}{retain_text}")
+
     with (
         private_umask(),
         memory_in_mind(ADVICE),
@@ -229,31 +220,37 @@ def unlearn(
         Transaction(force=force) as transaction,
     ):
         loaded = load_copy(job, transaction)
-        registration = _register(job, loaded)  # before any record meets the model: what fails on one tells about it
-        records = _read_records(job, loaded)
-        job = _follow_round(job, registration)
-        steps, training = _plan_steps(job, loaded, records)  # the job's options keep --lr auto, as they identify it
+        entry, earlier = _register(job, loaded)  # before any record meets the model: what fails on one tells about it
+        model, tokenizer = loaded.model, loaded.tokenizer
+        encoded, record_numbers = encoded_sets(model, tokenizer, data, job.options, job.objective, observer)
+        signs = _signs(job, loaded, encoded)
+        sets = _with_references(job, model, encoded)
+        if job.until and not job.until.course and entry:  # the first copy of a round leads, the others follow
+            job = replace(job, until=replace(job.until, course=course_of_round(entry, earlier)))
+        steps, training = _plan_steps(job, loaded, sets)  # the job's options keep --lr auto, as they identify it
         checkpoints, steps_done = _open_checkpoints(job, loaded, len(steps))
-        to_train = loaded.change.wrap(loaded.model)
+        to_train = loaded.change.wrap(model)
         observer.stage("measure", 1, "done")
-        before = measure(to_train, records.sets, job.options) if job.is_alone else None
-        _inspect_copy(job, records.signs, registration, before)
-        job = _with_level(job, before)
-        watching, job = _watch(job, to_train, records)
+        before = measure(to_train, sets, job.options) if job.is_alone else None
+        _inspect_copy(job, signs, entry, before)
+        watching, job = _watch(job, to_train, sets, before)
         observer.stage(f"unlearn {name_of_copy(copy.source)}", len(steps), "steps")
         observer.advance(steps_done)
-        progress = _Progress(observer)
         spent, trained = None, to_train
         if loaded.private:
-            spent = _train_privately(job, loaded.private, records, registration, to_train, training, progress)
+            private = loaded.private.of_examples(record_numbers)
+            spent = train_privately(to_train, sets, job.objective, training, privacy, private, on_step=record)
+            spendings = [spending for other in earlier for spending in other.spendings(privacy.dp_unit)]
+            spendings.append(private.mechanism)
+            spent["epsilon_of_ledger"] = composed_epsilon(spendings, privacy.dp_delta, privacy.dp_neighbours)
         else:
             trained = train(
-                to_train, steps, records.sets, job.objective, training, logging=logging, checkpoints=checkpoints,
-                on_step=progress, warn=observer.warn, watching=watching,
+                to_train, steps, sets, job.objective, training, logging=logging, checkpoints=checkpoints,
+                on_step=record, warn=observer.warn, watching=watching,
             )  # fmt: skip
-        scores, course = _finish(job, watching, trained, registration, steps_done + len(progress.losses))
+        scores, course = _finish(job, watching, trained, entry, steps_done + len(losses))
         observer.stage("measure again", 1, "done")
-        after = measure(trained, records.sets, job.options) if job.is_alone else None
+        after = measure(trained, sets, job.options) if job.is_alone else None
         # Under DP a delta leaves whatever one record does to the loss: its absence would tell.
         if after and loaded.private is None and not math.isfinite(after.forget):
             raise Diverged("the loss on the records is")
@@ -262,16 +259,17 @@ def unlearn(
     if checkpoints and job.is_main_process:
         shutil.rmtree(checkpoints.folder)
     return UnlearningResult(
-        path=target, steps=progress.losses, norm=norm, is_main_process=job.is_main_process, spent=spent, before=before,
-        after=after, rounding=rounding, earlier=len(registration.earlier), rate=float(training.lr),
+        path=target, steps=losses, norm=norm, is_main_process=job.is_main_process, spent=spent, before=before,
+        after=after, rounding=rounding, earlier=len(earlier), rate=float(training.lr),
         resumed_after=steps_done, scores=scores, course=course,
     )  # fmt: skip
 
 
-def _register(job: TrainingJob, loaded: LoadedCopy) -> Registration:
-    """Write the training down in the ledger, if there is one; without it, no training has a budget."""
+def _register(job: TrainingJob, loaded: LoadedCopy) -> tuple[LedgerEntry | None, Sequence[LedgerEntry]]:
+    """Write the training down in the ledger, if there is one; without it, no training has a budget. The training's
+    entry, None if it has none, and those before it."""
     if not job.is_main_process or not job.ledger:
-        return Registration()
+        return None, ()
     entry = entry_of(job, loaded)
     privacy = job.options.privacy
     try:
@@ -283,20 +281,21 @@ def _register(job: TrainingJob, loaded: LoadedCopy) -> Registration:
         if privacy.dp_epsilon is not None:
             raise MpuError(f"{job.ledger}: cannot be written: {error.strerror}, so no budget holds") from error
         job.observer.warn(f"{job.ledger}: {error.strerror}; this training is not in your ledger")
-        return Registration()
-    return Registration(entry, earlier)
+        return None, ()
+    return entry, earlier
 
 
-def _read_records(job: TrainingJob, loaded: LoadedCopy) -> PreparedRecords:
-    """Encode the records, look at the copy, and get the reference model's outputs."""
-    model, tokenizer, options, data = loaded.model, loaded.tokenizer, job.options, job.data
-    encoded, record_numbers = encoded_sets(model, tokenizer, data, options, job.objective, job.observer)
-    examples = [example for set_examples, _ in encoded.values() for example in set_examples]
-    signs = _signs(job, loaded, examples)
+def _with_references(job: TrainingJob, model: PreTrainedModel, encoded: Encoded) -> dict[str, ExampleSet]:
+    """Each set with what the frozen copy says of it.
+
+    That is ``model`` or, if the job reads it, round 1's, from the reference file; else it is kept in that file, if
+    there is one, for later rounds.
+    """
+    options, origin, file = job.options, job.manifest, job.reference_file
+    reference_outputs = {name: output_kind for name, (_, output_kind) in encoded.items()}
     # Of the records and of what prints them, not of their tokens, which the copy's tokenizer makes: see records_digest.
-    texts = json.dumps([records_digest(data), flat(options.prompts)], default=str)
-    origin = job.manifest
-    facts = {
+    texts = json.dumps([records_digest(job.data), flat(options.prompts)], default=str)
+    facts: dict[str, object] = {  # what has to be the same when the file is read again
         "run": origin.run if origin else None,
         "copy": origin.copy if origin else None,
         "records": hashlib.sha256(texts.encode()).hexdigest(),
@@ -304,57 +303,57 @@ def _read_records(job: TrainingJob, loaded: LoadedCopy) -> PreparedRecords:
     }
     if not job.read_reference or (origin and origin.round == 1):  # later rounds have other copies
         facts["copy_id"] = origin.copy_id if origin else None
-    sets = example_sets(
-        model, encoded, options, job.objective, job.observer,
-        file=job.reference_file, read=job.read_reference, facts=facts,
-    )  # fmt: skip
-    return PreparedRecords(sets, record_numbers, signs)
+    facts["asks"] = reference_outputs
 
+    def ask() -> dict[str, Reference]:
+        if file and job.read_reference:
+            loaded_references = load_references(file, reference_outputs, facts)
+            job.observer.note(f"the reference model's probabilities are read from {file}")
+            return loaded_references
+        batch_size = scored_at_once(options.training, model.device)
+        layer, seed = job.objective.constants.layer, options.training.seed
+        references = {
+            name: freeze(model, examples, output_kind, layer=layer, batch_size=batch_size, seed=seed)
+            for name, (examples, output_kind) in encoded.items()
+        }
+        if file:
+            save_references(file, references, facts)
+        return references
 
-def _follow_round(job: TrainingJob, registration: Registration) -> TrainingJob:
-    """``job`` with the course of the first copy of its round, if the ledger has one."""
-    if job.until is None or job.until.course or not registration.entry:
-        return job
-    course = course_of_round(registration.entry, registration.earlier)
-    return replace(job, until=replace(job.until, course=course)) if course else job
-
-
-def _with_level(job: TrainingJob, before: Measured | None) -> TrainingJob:
-    """``job``, if it trains for a number of epochs, with a level of its loss that pulls even where the copy does not
-    know the records (``pulling_level``). Not under DP, where the level would leak what it knows."""
-    has_level = "level" in job.objective.algorithm.constant_names and job.options.loss.level is None
-    if job.until or not (has_level and before) or job.options.privacy.dp_epsilon is not None:
-        return job
-    level = pulling_level(job.objective.constants.level, before.forget)
-    return replace(job, objective=replace(job.objective, constants=replace(job.objective.constants, level=level)))
+    references = from_first(ask)
+    device = PartialState().device if PartialState().num_processes > 1 else model.device
+    return {name: ExampleSet(examples, references[name].on(device)) for name, (examples, _) in encoded.items()}
 
 
 def _watch(
-    job: TrainingJob, to_train: PreTrainedModel, records: PreparedRecords
+    job: TrainingJob, to_train: PreTrainedModel, sets: Mapping[str, ExampleSet], before: Measured | None
 ) -> tuple[Watching | None, TrainingJob]:
     """What ends the training once it is done, None for one of a number of epochs; ``job`` with the level of its loss.
 
-    The level comes from how probable answers are that a model does not know, and from the noise of the copy.
+    The level comes from how probable answers are that a model does not know, and from the noise of the copy; for a
+    number of epochs, it is the usual one or, where the copy does not know the records, one that pulls all the same.
     """
-    if job.until is None:
-        return None, job
-    at_once, public = scored_at_once(job.options.training, to_train.device), None
-    examples = {name: each.examples for name, each in records.sets.items()}
-    if job.public is not None:
-        job.observer.stage("score the public model", 1, "done")
-        public = probabilities_under(job.public, examples["forget"], at_once, job.options.training.device)
-    scorer = Scorer(to_train, examples, at_once, public)
-    noise = job.manifest.noise if job.manifest else 0.0
-    watching = Watching(
-        to_train, scorer, job.until, noise, level=job.options.loss.level,
-        training_noise=job.until.stopping.training_noise,
-        seed=job.options.training.seed, observer=job.observer,
-    )  # fmt: skip
-    algorithm, constants = job.objective.algorithm, job.objective.constants
-    if "level" in algorithm.constant_names:
-        constants = replace(constants, level=watching.level)
-    if watching.is_faithful and algorithm.faithful_alpha is not None and job.options.loss.alpha is None:
-        constants = replace(constants, alpha=algorithm.faithful_alpha)
+    options, algorithm, constants = job.options, job.objective.algorithm, job.objective.constants
+    has_level, watching = "level" in algorithm.constant_names, None
+    if job.until:
+        at_once, public = scored_at_once(options.training, to_train.device), None
+        examples = {name: each.examples for name, each in sets.items()}
+        if job.public is not None:
+            job.observer.stage("score the public model", 1, "done")
+            public = probabilities_under(job.public, examples["forget"], at_once, options.training.device)
+        scorer = Scorer(to_train, examples, at_once, public)
+        noise = job.manifest.noise if job.manifest else 0.0
+        watching = Watching(
+            to_train, scorer, job.until, noise, level=options.loss.level, seed=options.training.seed,
+            observer=job.observer,
+        )  # fmt: skip
+        if has_level:
+            constants = replace(constants, level=watching.level)
+        if watching.is_faithful and algorithm.faithful_alpha is not None and options.loss.alpha is None:
+            constants = replace(constants, alpha=algorithm.faithful_alpha)
+    # Not under DP, where the level would leak what the copy knows.
+    elif has_level and before and options.loss.level is None and options.privacy.dp_epsilon is None:
+        constants = replace(constants, level=pulling_level(constants.level, before.forget))
     return watching, replace(job, objective=replace(job.objective, constants=constants))
 
 
@@ -367,16 +366,16 @@ def probabilities_under(public: str, examples: Sequence[Example], at_once: int, 
 
 
 def _finish(
-    job: TrainingJob, watching: Watching | None, trained: torch.nn.Module, registration: Registration, steps: int
+    job: TrainingJob, watching: Watching | None, trained: torch.nn.Module, entry: LedgerEntry | None, steps: int
 ) -> tuple[Look | None, Course | None]:
     """Go back to the best weights and write down the training's course, which the other copies of its round follow; the
     scores of those weights, and the course. None for both after a number of epochs."""
     if job.until is None or watching is None:
         return None, None
     look, course = watching.finish(trained, steps)
-    if job.ledger and registration.entry and not job.until.course:
+    if job.ledger and entry and not job.until.course:
         try:
-            write_course(job.ledger, registration.entry.identity, course)
+            write_course(job.ledger, entry.identity, course)
         except OSError as error:
             job.observer.warn(f"{job.ledger}: {error.strerror}; train all copies in one call, for as many steps each")
     return look, course
@@ -404,10 +403,12 @@ def _tags(job: TrainingJob, loaded: LoadedCopy, course: Course | None) -> dict[s
         return None
 
 
-def _plan_steps(job: TrainingJob, loaded: LoadedCopy, records: PreparedRecords) -> tuple[list[TrainingStep], Training]:
+def _plan_steps(
+    job: TrainingJob, loaded: LoadedCopy, sets: Mapping[str, ExampleSet]
+) -> tuple[list[TrainingStep], Training]:
     """The examples of each step, and the training's options with a learning rate."""
-    forget = len(records.sets["forget"].examples)
-    retain = len(records.sets["retain"].examples) if "retain" in records.sets else 0
+    forget = len(sets["forget"].examples)
+    retain = len(sets["retain"].examples) if "retain" in sets else 0
     training = job.options.training
     epochs, limit = epochs_of(job.options), None
     if job.until:
@@ -425,7 +426,8 @@ def _plan_steps(job: TrainingJob, loaded: LoadedCopy, records: PreparedRecords) 
 
 
 def _open_checkpoints(job: TrainingJob, loaded: LoadedCopy, total_steps: int) -> tuple[Checkpoints | None, int]:
-    """The checkpoints of --resume, None without it, and how many steps were taken before."""
+    """The checkpoints of --resume, None without it, and how many steps were taken before. Raises MpuError if those that
+    are there are of another training."""
     if not job.logging.resume:
         return None, 0
     checkpoints = Checkpoints(
@@ -434,7 +436,14 @@ def _open_checkpoints(job: TrainingJob, loaded: LoadedCopy, total_steps: int) ->
         training=from_first(lambda: digest_of_training(job, loaded)),  # which alone has the weights' fingerprint
     )
     if job.is_main_process:
-        check_same_training(checkpoints)
+        note = private_folder(checkpoints.folder.absolute()) / "mpu-resume.json"
+        if not note.exists():
+            write_atomically(note, json.dumps({"sha256": checkpoints.training}))
+        elif read_json_object(note, links=False).get("sha256") != checkpoints.training:
+            raise MpuError(
+                f"{checkpoints.folder}: holds checkpoints of a different copy, records or options",
+                "remove it to start over",
+            )
     last_checkpoint = from_first(checkpoints.last)
     steps_done = step_of(last_checkpoint) if last_checkpoint else 0
     if last_checkpoint:
@@ -442,39 +451,22 @@ def _open_checkpoints(job: TrainingJob, loaded: LoadedCopy, total_steps: int) ->
     return checkpoints, steps_done
 
 
-def _inspect_copy(job: TrainingJob, signs: Sequence[Sign], registration: Registration, before: Measured | None) -> None:
+def _inspect_copy(job: TrainingJob, signs: list[str], entry: LedgerEntry | None, before: Measured | None) -> None:
     """Write the losses down, and note if no check of the copy found anything. Raises MpuError for signs that it was
     built to carry records out."""
-    signs = list(signs)
-    if job.ledger and registration.entry and before:
-        write_losses(job.ledger, registration.entry.identity, before.forget, before.retain)
+    if job.ledger and entry and before:
+        write_losses(job.ledger, entry.identity, before.forget, before.retain)
         if job.checks and job.options.privacy.dp_epsilon is None:
-            signs += against_others(registration.entry, asdict(before), read_ledger(job.ledger))
+            signs = signs + against_others(entry, asdict(before), read_ledger(job.ledger))
     if not job.checks:
         return
     refuse(signs, job.copy.source, job.checks.trust_copy, job.observer)
-    if signs:
-        return
-    compared = f", and its structure is that of {job.public}" if job.public else ""
-    job.observer.note(
-        f"checked: nothing shows that {name_of_copy(job.copy.source)} was built to carry records out{compared} "
-        "(docs/protection.md says what such checks miss)"
-    )
-
-
-def _train_privately(
-    job: TrainingJob, private: Plan, records: PreparedRecords, registration: Registration, to_train: PreTrainedModel,
-    training: Training, progress: _Progress,
-) -> dict[str, float]:  # fmt: skip
-    """Train with DP-SGD; what was spent of the privacy budget, and by all trainings of the ledger together."""
-    private = private.of_examples(records.record_numbers)
-    privacy = job.options.privacy
-    spent = train_privately(to_train, records.sets, job.objective, training, privacy, private, on_step=progress)
-    earlier = [spending for entry in registration.earlier for spending in entry.spendings(privacy.dp_unit)]
-    spent["epsilon_of_ledger"] = composed_epsilon(
-        [*earlier, private.mechanism], privacy.dp_delta, privacy.dp_neighbours
-    )
-    return spent
+    if not signs:
+        compared = f", and its structure is that of {job.public}" if job.public else ""
+        job.observer.note(
+            f"checked: nothing shows that {name_of_copy(job.copy.source)} was built to carry records out{compared} "
+            "(docs/protection.md says what such checks miss)"
+        )
 
 
 def _write_delta(
@@ -499,32 +491,20 @@ def _write_delta(
     return loaded.change.norm(norm, loaded.output), rounding
 
 
-@dataclass
-class _Progress:
-    """Shows the steps of a training, and keeps their losses."""
-
-    observer: Observer
-    losses: list[Losses] = field(default_factory=list)
-
-    def __call__(self, step: Losses, _: int) -> None:
-        self.losses.append(step)
-        retain_text = "" if step.retain_term is None else f" retain {step.retain_term:.3f}"
-        self.observer.advance(1, f"loss {step.loss:.3f} = forget {step.forget_term:.3f}{retain_text}")
-
-
-def _signs(job: TrainingJob, loaded: LoadedCopy, examples: Sequence[Example]) -> list[Sign]:
+def _signs(job: TrainingJob, loaded: LoadedCopy, encoded: Encoded) -> list[str]:
     """Signs in the copy itself that it was built to carry records out, as far as the checks look for them."""
-    signs: list[Sign] = []
+    signs: list[str] = []
     checks, data = job.checks, job.data
     if checks and job.is_alone:
         job.observer.stage("check the copy", 1, "done")
         # Under DP from the weights alone: whether the copy is refused would tell what the records hold.
+        examples = [example for set_examples, _ in encoded.values() for example in set_examples]
         looked_at = None if loaded.private else examples
         signs += traps(job.copy, loaded.model, looked_at, len(data.forget) + len(data.retain))
     elif checks:
-        signs.append(Sign("several processes train it, so its units were not looked at for traps"))
+        signs.append("several processes train it, so its units were not looked at for traps")
     if checks and job.public and job.is_main_process:
-        signs += against_public(
-            job.copy, loaded.tokenizer, open_model(job.public), [] if loaded.private else texts_of(data)
-        )
+        turns = [turn for record in (*data.forget, *data.retain) for turn in (*record.turns, record.answer_turn)]
+        texts = [] if loaded.private else [turn.content for turn in turns if turn.content]
+        signs += against_public(job.copy, loaded.tokenizer, open_model(job.public), texts)
     return signs

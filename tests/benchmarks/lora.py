@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 from mpu_cli.options.unlearning import Lora, Training
 from mpu_cli.records.encode import IGNORED, Example
 from mpu_cli.training.loop import ExampleSet, TrainingStep, train
-from mpu_cli.training.lora import wrap
+from mpu_cli.training.lora import LoraChange
 from mpu_cli.training.losses import ALGORITHMS, Objective
 from mpu_cli.training.reference import Reference, freeze
 from tests.helpers.measuring import run_measured
@@ -41,8 +41,9 @@ def work(folder: Path, device: str) -> None:
     forget, retain = examples[:BATCH], examples[BATCH:]
     said = freeze(model, forget, "log_probs", layer=-1, batch_size=BATCH)
     npo, indices = ALGORITHMS["npo"], list(range(BATCH))
+    names: dict = {name: () for name, _ in model.named_parameters()}
     train(
-        wrap(model, Lora(lora_rank=RANK)), [TrainingStep(indices, indices)] * 2,
+        LoraChange(names, Lora(lora_rank=RANK), wide_inputs=False).wrap(model), [TrainingStep(indices, indices)] * 2,
         {"forget": ExampleSet(forget, said), "retain": ExampleSet(retain, Reference())},
         Objective(npo, npo.constants, "nll"), Training(lr=1e-5, gradient_checkpointing=True), on_step=lambda *_: None,
     )  # fmt: skip

@@ -157,7 +157,7 @@ class TestACraftedCopy:
         again = replace(entry(1, "c"), forget=5.0)
         assert against_others(again, {"forget": 5.0}, old) == []
         [sign] = against_others(entry(2, "d"), {"forget": 0.04}, [*old, again])
-        assert "that of copy 1 5.000" in sign.what
+        assert "that of copy 1 5.000" in sign
         assert against_others(entry(2, "d"), {"forget": 5.1}, [*old, again]) == []
 
     @pytest.mark.slow
