@@ -164,13 +164,17 @@ def check_logging(logging: Logging, privacy: Privacy) -> None:
 
 
 def check_reference_file(path: Path, manifest: CopyManifest | None, options: Unlearning, objective: Objective) -> bool:
-    """Whether the reference in ``path`` exists and is to be read. Raises UsageError if no loss would read it, MpuError
-    if it is missing after round 1."""
+    """Whether the reference in ``path`` exists and is to be read. Raises UsageError if no loss would read it or it has
+    another suffix, MpuError if it is missing after round 1."""
     if not refers_back(objective):
         raise UsageError(
             f"--reference-file: {options.algo} with --retain-loss {objective.retain_loss} compares with no "
             "probabilities, or with hidden states, which are in a copy's own coordinates",
             "leave it out",
+        )
+    if path.suffix != ".safetensors":
+        raise UsageError(
+            f"--reference-file {path}: is a .safetensors file", f"name it {path.with_suffix('.safetensors')}"
         )
     if not path.exists() and manifest and manifest.round > 1:
         raise MpuError(

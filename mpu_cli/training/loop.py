@@ -386,8 +386,10 @@ def drop_repeated_steps(log: Path, name: str, done: int) -> None:
     ``done``, from which it goes on: they will be written again."""
     try:
         lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
-        entries = [json.loads(line) for line in lines]
         end = len(lines)
+        if lines and not lines[-1].endswith("\n"):  # cut off when the training was killed
+            end -= 1
+        entries = [json.loads(line) for line in lines[:end]]
         while end and entries[end - 1].get("training") == name and int(entries[end - 1]["step"]) > done:
             end -= 1
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

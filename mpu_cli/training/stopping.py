@@ -118,7 +118,10 @@ class Look:
 
     def __str__(self) -> str:
         kept = "" if self.kept is None else f", {self.kept:.0%} kept"
-        return f"{max(0.0, self.left):.0%} left{kept}"
+        left = (
+            f"{max(0.0, self.left):.0%} left" if math.isfinite(self.left) else "it knew too little to say what is left"
+        )
+        return left + kept
 
 
 def hold_out(data: Dataset, share: float) -> Dataset:
@@ -252,7 +255,7 @@ class Watching(TrainerCallback):
         if self._noise.share:
             _set_weights(model, self._initial, self._noise.start)
         suitable_level = scorer.level_at(max(noise, self._noise.share))
-        self.level = scorer.level = self._course.level if self._course else level or suitable_level
+        self.level = scorer.level = self._course.level if self._course else suitable_level if level is None else level
 
     def on_step_end(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **values: Any) -> None:
         last = state.global_step >= state.max_steps

@@ -128,6 +128,7 @@ class TestReferenceFile:
             mpu("unlearn", *wrong, cwd=root, refused=says, status=1)
         for algorithm in ("graddiff", "rmu"):
             mpu("unlearn", "r1/copy_1", *common, "--algo", algorithm, cwd=root, fails="--reference-file", status=2)
+        mpu("unlearn", "r1/copy_1", *common, "--reference-file", "r.bin", cwd=root, refused="name it r.safetensors")
         assert (root / "ref.safetensors").read_bytes() == before
 
 

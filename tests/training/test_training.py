@@ -36,6 +36,7 @@ from mpu_cli.records.encode import IGNORED, Example
 from mpu_cli.training import execution, loop
 from mpu_cli.training.data import read_dataset
 from mpu_cli.training.execution import check_sharding, last_checkpoint
+from mpu_cli.training.loop import drop_repeated_steps
 from mpu_cli.training.reference import Reference, forward
 from mpu_cli.training.unlearn import unlearn
 from tests.helpers.models import random_model, save, write_records
@@ -327,6 +328,15 @@ def test_the_log_has_a_line_a_step(mpu, folder):
     assert [line["step"] for line in lines] == list(range(1, 13))
     for line, step in zip(lines, document["steps"], strict=True):
         assert {k: line[k] for k in step} == step
+
+
+def test_steps_after_the_checkpoint_leave_the_log(tmp_path):
+    """Also where the training was killed while it wrote a line: those steps will be written again."""
+    log, lines = tmp_path / "log.jsonl", [json.dumps({"training": "a", "step": step}) + "\n" for step in range(1, 6)]
+    for killed_at in (lines, [*lines[:4], lines[4][:9]]):
+        log.write_text("".join(killed_at))
+        drop_repeated_steps(log, "a", 3)
+        assert log.read_text() == "".join(lines[:3])
 
 
 def test_report_to_tensorboard(mpu, folder):
