@@ -165,7 +165,7 @@ class Aggregate(Command):
             for j in range(i):
                 cosine = float(result.cosines[i, j])
                 observer.note(f"cosine between the updates of {files[j]} and {file}: {cosine:.3f}")
-        if self.aggregating.step == RESTORE:
+        if self.aggregating.server_lr == RESTORE and result.step is None:
             observer.note("applied with a step for each owner")
         else:
             self._tell_step(result.step, result.updates[0].rate, observer)
@@ -185,14 +185,17 @@ class Aggregate(Command):
         from mpu_cli.protocol.round import MAX_STEP
 
         if step is None:
-            restored = self.aggregating.step == RESTORE and rate != 1
+            restored = self.aggregating.server_lr == RESTORE and rate != 1
             why = ", which restores what the average lost of each copy's change" if restored else ""
             observer.note(f"applied with a step of {rate:g}{why}")
             return
         tried = [[f"{at:g}", f"{loss:.4f}"] for at, loss in step.curve]
         observer.table("Steps tried", ["step", f"loss per answer token on {self.aggregating.probe}"], tried)
-        which = "the largest that is tried" if step.chosen >= MAX_STEP else "the largest found"
-        observer.note(f"applied with a step of {step.chosen:g}, {which} at which it rises by at most {step.max_rise:g}")
+        which = "the longest that is tried" if step.chosen >= MAX_STEP else "the longest found"
+        if step.chosen == max(step.losses) < MAX_STEP:
+            which = "as long as it was to be"
+        rise = f"it rises by {step.rise:.2g}; --max-rise is {step.max_rise:g}"
+        observer.note(f"applied with a step of {step.chosen:g}, {which}: {rise}")
 
 
 def _tell_deltas(title: str, result: Aggregation, observer: Observer) -> None:

@@ -179,38 +179,29 @@ class ServerRate(Options):
 
     server_lr: float | Literal["auto", "restore"] = option(
         RESTORE,
-        "How much of the update to apply. auto, the default with --probe: as much as --max-rise allows on its records. "
-        "restore, the default without: 1; of several copies that were each trained until they had forgotten, as many "
-        "times the average of their changes as makes it as long as they are, 1.5 at most.",
+        "How much of the update to apply. restore: 1; of several copies that were each trained until they had "
+        "forgotten, as many times the average of their changes as makes it as long as they are, 1.5 at most; less if "
+        "the records of --probe would lose more than --max-rise. auto: as much as these allow, also more.",
         metavar="STEP",
     )
     probe: Path | None = option(
-        None, "Records of your own that the model is to keep, which decide the step.", metavar="FILE"
+        None,
+        "Records of your own that the model is to keep: the step is shortened, or if --server-lr names it the round "
+        "refused, where their loss would rise by more than --max-rise.",
+        metavar="FILE",
     )
-    max_rise: float = option(
-        0.05, "For --server-lr auto: by how much the loss per answer token of --probe may rise, in nats.", above=0
-    )
-
-    @property
-    def step(self) -> float | str:
-        """How much of the update to apply: a number, AUTO or RESTORE."""
-        return AUTO if self.probe is not None and self.server_lr == RESTORE else self.server_lr
+    max_rise: float = option(0.05, "By how much the loss per answer token of --probe may rise, in nats.", above=0)
 
     @property
     def rate(self) -> float:
         """The step, once it is a number."""
-        return float(self.step)
+        return float(self.server_lr)
 
     def check_step(self) -> None:
-        """Raise UsageError for a step that depends on records, without records, and for records that decide nothing."""
-        if self.probe is not None and isinstance(self.server_lr, float):
-            raise UsageError(
-                f"--probe: decides the step, and --server-lr {self.server_lr} names one", "leave out one of the two"
-            )
-        if self.server_lr == AUTO and self.probe is None:
-            raise UsageError(
-                "--server-lr auto: needs records of your own that the model is to keep", "add --probe FILE"
-            )
+        """Raise UsageError for a step or a bound that depends on records, without records."""
+        if self.probe is None and (self.server_lr == AUTO or self.max_rise != ServerRate.max_rise):
+            option = "--server-lr auto" if self.server_lr == AUTO else "--max-rise"
+            raise UsageError(f"{option}: needs records of your own that the model is to keep", "add --probe FILE")
 
 
 @dataclass(frozen=True, kw_only=True)

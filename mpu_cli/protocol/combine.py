@@ -167,15 +167,17 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
     with Transaction(force=plan.force) as transaction:
         folder = transaction.add(plan.out, directory=True)
         steps = [1.0] * len(owners)
-        if options.step == RESTORE:  # each owner's average restores what it lost of that owner's changes
+        if options.server_lr == RESTORE:  # each owner's average restores what it lost of that owner's changes
             steps = [default_step(plan.base, *pair) for pair in zip(undoings, plan.weights, strict=True)]
-            options = replace(options, server_lr=1.0, probe=None)
         weights = torch.cat([w * step for w, step in zip(plan.weights, steps, strict=True)])
 
         def write(into: Path, settled: Aggregating) -> Written:
             return write_model(plan, changes, weights, settled, into, observer)
 
         options, server_step = settle_server_lr(plan.base, options, write, plan.out, observer)
+        if server_step and len(owners) == 1:  # in units of the update, not of what restores it
+            losses = {steps[0] * step: loss for step, loss in server_step.losses.items()}
+            server_step = replace(server_step, chosen=steps[0] * server_step.chosen, losses=losses)
         written = write(folder, options)
         gram = written.gram
         # Of all owners together, too: each below the bound, they may still add up to more.
@@ -411,7 +413,7 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
     deltas, keys = owner.deltas, owner.keys
     check_base(base, keys)
     undoing = Undoing(deltas, keys, layout)
-    rate = default_step(base, undoing, weights) if options.step == RESTORE else options.rate
+    rate = default_step(base, undoing, weights) if options.server_lr == RESTORE else options.rate
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
     tensors: dict[str, torch.Tensor] = {}
     outliers: list[tuple[str, int, float]] = []

@@ -21,7 +21,7 @@ from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import nbytes_of
 from mpu_cli.model.source import Model, model_specs, open_model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.publishing import AUTO, Aggregating, ServerRate
+from mpu_cli.options.publishing import AUTO, RESTORE, Aggregating, ServerRate
 from mpu_cli.protocol.deltas import Delta, check_round, delta_paths, open_deltas, trained_differently
 from mpu_cli.protocol.keys import Keys
 from mpu_cli.protocol.noise import ErrorEstimate, error_estimate
@@ -42,7 +42,8 @@ BISECTIONS = 5  # halvings of the interval in which the step lies, once it is kn
 
 @dataclass(frozen=True)
 class ServerStep:
-    """The step that was chosen, and the loss per answer token, in nats, at each that was tried (0: of the base)."""
+    """The step that was chosen, and the loss per answer token on --probe, in nats, at each that was tried (0: of the
+    base)."""
 
     chosen: float
     max_rise: float
@@ -52,6 +53,11 @@ class ServerStep:
     def curve(self) -> list[tuple[float, float]]:
         return sorted(self.losses.items())
 
+    @property
+    def rise(self) -> float:
+        """By how much the loss rises at the chosen step."""
+        return self.losses[self.chosen] - self.losses[0.0]
+
 
 def settle_server_lr(
     base: Model,
@@ -60,14 +66,13 @@ def settle_server_lr(
     beside: Path,
     observer: Observer = SILENT,
 ) -> tuple[Aggregating, ServerStep | None]:
-    """``options`` with a number for ``server_lr``, and how it was found if that took records.
+    """``options`` with a number for ``server_lr``, and how it was found if there are records to look at.
 
     ``write`` writes the model with the update times what the options say into a folder, which is made beside
-    ``beside``. Raises MpuError if already the smallest step costs too much.
+    ``beside``. Raises MpuError if the step that was named, or already the smallest, costs too much.
     """
-    if options.step != AUTO:
-        return options, None
-    assert options.probe is not None  # Aggregating checks it
+    if options.probe is None:
+        return replace(options, server_lr=1.0 if options.server_lr == RESTORE else options.server_lr), None
     read_records(options.probe)  # before the work
     with Transaction() as transaction:
         folder = transaction.scratch(beside.absolute().parent)
@@ -79,7 +84,10 @@ def settle_server_lr(
 
 def choose_step(base: Model, updated: Model, options: ServerRate, observer: Observer = SILENT) -> ServerStep:
     """The largest step from ``base`` through ``updated``, which is step 1, at which the loss on --probe has risen by
-    at most --max-rise; at most MAX_STEP. Holds one model in float32. Raises MpuError if none is found."""
+    at most --max-rise: at most the one that --server-lr names, 1 under restore, and MAX_STEP under auto.
+
+    Holds one model in float32. Raises MpuError if none is found, or if a step that --server-lr names costs more.
+    """
     from mpu_cli.model.load import load
     from mpu_cli.model.network import read_answers  # with transformers, which aggregate does not need otherwise
 
@@ -97,10 +105,11 @@ def choose_step(base: Model, updated: Model, options: ServerRate, observer: Obse
         observer.advance(1)
         return not losses[step] - losses[0.0] <= max_rise  # NaN too
 
-    least, most = 0.0, 1.0
+    named = options.server_lr if isinstance(options.server_lr, float) else None
+    least, most = 0.0, 1.0 if named is None else named
     while not costs_too_much(most):
         least, most = most, 2 * most
-        if least >= MAX_STEP:
+        if options.server_lr != AUTO or least >= MAX_STEP:
             return ServerStep(least, max_rise, losses)
     for _ in range(BISECTIONS):
         middle = (least + most) / 2
@@ -110,8 +119,15 @@ def choose_step(base: Model, updated: Model, options: ServerRate, observer: Obse
             least = middle
     if least == 0:
         raise MpuError(
-            f"--server-lr auto: a step of {most:g} raises the loss on {probe} by {losses[most] - losses[0.0]:.3g}",
-            "allow more with --max-rise, or name the step",
+            f"a step of {most:g} raises the loss on {probe} by {losses[most] - losses[0.0]:.3g}, and --max-rise allows "
+            f"{max_rise:g}",
+            "allow more with --max-rise, or ask the client for another delta",
+        )
+    if named is not None:
+        raise MpuError(
+            f"--server-lr {named:g}: raises the loss on {probe} by {losses[named] - losses[0.0]:.3g}, and --max-rise "
+            f"allows {max_rise:g}",
+            f"--server-lr {least:g} stays within it",
         )
     return ServerStep(least, max_rise, losses)
 
@@ -369,10 +385,8 @@ def _check_adapter(owners: Sequence[Owner], options: Aggregating) -> None:
     """Raise UsageError or MpuError where no adapter can hold the update."""
     if len(owners) > 1:
         raise UsageError("--as-adapter: one adapter holds one owner's update", "aggregate each owner's alone")
-    if options.step == AUTO:
-        raise UsageError(
-            "--server-lr auto: finds the step for a model", "aggregate to one first, and name its step here"
-        )
+    if options.probe is not None:
+        raise UsageError("--probe: looks at a model", "aggregate to one first, and name its step here")
     for delta in owners[0].deltas:
         if delta.manifest.kind != "lora":
             raise MpuError(

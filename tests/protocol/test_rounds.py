@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -103,7 +104,7 @@ class TestOwners:
 
 
 class TestTheStep:
-    """``--server-lr auto``, on the demo's model, which knows its records by heart."""
+    """Which ``--probe`` decides, on the demo's model, which knows its records by heart."""
 
     @pytest.fixture
     def returned_delta(self, mpu: Callable, tmp_path: Path, demo: DemoModel) -> Path:
@@ -133,6 +134,25 @@ class TestTheStep:
             steps.append(chosen)
         assert 0 < steps[0] <= steps[1]
         assert f"| {steps[1]:g} |" in (returned_delta / "auto_1" / "README.md").read_text()
+
+    @pytest.mark.slow
+    def test_records_of_the_servers_shorten_a_step_and_never_lengthen_it(
+        self, mpu: Callable, returned_delta: Path, demo: DemoModel
+    ) -> None:
+        """Unless auto asks for it; a step that is named is taken or refused."""
+        arguments = ["aggregate", returned_delta / "deltas", "--keys", returned_delta / "keys.bin", "--json", "--force",
+                     "--out", returned_delta / "model", "--probe", demo.retain]  # fmt: skip
+        lavish = mpu(*arguments, "--max-rise", 100).json
+        assert lavish["server_lr"] == lavish["step"]["chosen"] == 1
+        rise = lavish["step"]["losses"]["1.0"] - lavish["step"]["losses"]["0.0"]
+        within = mpu(*arguments, "--max-rise", rise / 3).json
+        assert 0 < within["server_lr"] < 1
+        before = (returned_delta / "model/model.safetensors").read_bytes()
+        refused = mpu(*arguments, "--max-rise", rise / 3, "--server-lr", 1, refused="and --max-rise allows", status=1)
+        named = re.search(r"--server-lr ([\d.]+) stays within it", refused.err)[1]
+        assert (returned_delta / "model/model.safetensors").read_bytes() == before
+        assert mpu(*arguments, "--max-rise", rise / 3, "--server-lr", named).json["server_lr"] == float(named)
+        mpu(*arguments[:-2], "--max-rise", rise / 3, refused="add --probe FILE", status=2)
 
     @pytest.mark.slow
     def test_what_is_refused(self, mpu: Callable, returned_delta: Path, demo: DemoModel) -> None:
