@@ -126,10 +126,11 @@ def _in_place(family: Family) -> list[str]:
 def shares() -> Iterator[str]:
     """Lines of a table: for each ``model_type``, with the sizes that transformers assumes, how many weights there are,
     which share of them no symmetry moves, and which is around the language model and stays as it is."""
+    import torch
     from transformers import CONFIG_MAPPING
 
     from mpu_cli.model.layout import expected_tensors, layout_of
-    from mpu_cli.model.load import described_size
+    from mpu_cli.model.network import build
     from mpu_cli.model.wrappers import WRAPPERS, supported_families
     from mpu_cli.protocol.verify import unmoved_tensor_names
 
@@ -144,7 +145,10 @@ def shares() -> Iterator[str]:
             yield f"| `{model_type}` | | | transformers' own sizes do not make a model |"
             continue
         inside = sum(info.elements for info in tensors.values())
-        total_weights = described_size(config) if model_type in WRAPPERS else inside
+        total_weights = inside
+        if model_type in WRAPPERS:
+            with torch.device("meta"):
+                total_weights = sum(parameter.numel() for parameter in build(config).parameters())
         still = sum(tensors[name].elements for name in names)
         around = f"{1 - inside / total_weights:.1%}" if total_weights > inside else ""
         yield f"| `{model_type}` | {total_weights / 1e9:.2f} | {still / total_weights:.3%} | {around} |"

@@ -73,9 +73,9 @@ SIGNALLED = 128  # exit statuses above this are signals, as in shells
 # The commands, in the order and under the headings of help. A new one is added here.
 PANELS: dict[str, tuple[type[Command], ...]] = {
     "Try it": (Demo,),
-    "Server: owns the model": (Publish, Rehearse, Aggregate, Verify, Audit, Trace, Keygen),
+    "Server: owns the model": (Publish, Rehearse, Aggregate, Verify, Audit, Trace),
     "Client: owns the records": (Unlearn, Surrogate, Check, Watch, AuditDelta),
-    "Both": (Ask, Evaluate, Receipt, Compare, Tune, Plan, Status, Inspect, Doctor),
+    "Both": (Keygen, Ask, Evaluate, Receipt, Compare, Tune, Plan, Status, Inspect, Doctor),
     "Experiments: both parties on one machine": (Run, Sweep, Report, Finetune),
     "Advanced": (Invert, CheckFamily),
 }

@@ -164,7 +164,7 @@ class Check(Command):
                 f"{self.receipt}: holds rounded shares, at most {MOST_BITS:.0f} bits about your records; tell the "
                 f"server by another way that your public key is {checked.receipt.client.public_key}"
             )
-            observer.note("the server countersigns it with `mpu receipt FILE --keys KEYS --copy COPY`")
+            observer.note("the server countersigns it with `mpu receipt FILE --keys KEYS --base MODEL`")
         if verdict.step is not None or (verdict.request and not verdict.needs_another_round):
             observer.note(f"next: {verdict.request}")
         if verdict.needs_another_round:

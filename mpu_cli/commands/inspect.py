@@ -174,6 +174,7 @@ def _document(path: Path, head: bytes) -> dict[str, Any] | None:
     """What a JSON file of mpu's says of itself; None for anything else."""
     from mpu_cli.files.boundary import read_json_object
     from mpu_cli.files.resumption import read_lines
+    from mpu_cli.measuring.receipt import PARTIES, read_receipt
     from mpu_cli.measuring.retain import LARGEST_RESULT
     from mpu_cli.protocol.register import read_register
     from mpu_cli.training.ledger import LOSSES_OF, read_ledger, summary
@@ -206,6 +207,17 @@ def _document(path: Path, head: bytes) -> dict[str, Any] | None:
             "metrics": {name: _table(_table(document, "metrics"), name).get("agg_value")
                         for name in _table(document, "metrics")},
         }  # fmt: skip
+    if document.get("format") == "mpu-receipt":
+        receipt = read_receipt(path)
+        return {
+            "kind": "receipt of mpu check (`mpu receipt` checks its signatures)",
+            "of": f"run {receipt.copy.run}, round {receipt.copy.round}, copy {receipt.copy.copy}",
+            "date": receipt.date,
+            "left, in percent": receipt.left,
+            "kept, in percent": receipt.kept,
+            "verdict": receipt.verdict,
+            "signed by": ", ".join(party for party in PARTIES if getattr(receipt, party)) or "nobody",
+        }
     if {"experiment", "published"} <= document.keys():
         return {"kind": "facts of mpu run", **{name: document.get(name) for name in ("mpu", "base", "experiment")}}
     return None

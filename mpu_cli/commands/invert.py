@@ -65,7 +65,7 @@ class Invert(Command):
         with Transaction(force=self.force) as transaction:
             observer.stage("invert", sum(delta.checkpoint.nbytes for delta in deltas))
             for delta in deltas:
-                invert(model, delta, keys, target=self._target(delta), transaction=transaction, observer=observer)
+                invert(model, delta, target=self._target(delta), transaction=transaction, observer=observer)
         return [self._target(delta) for delta in deltas]
 
     def report(self, inverted: list[Path], observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)

@@ -69,9 +69,14 @@ class Publish(Command):
     passphrase: bool = option(False, "Seal the keys with a passphrase.")
     opening: Opening = group(Opening)
     run_name: str | None = option(
-        None, "Name of the run (default: the one that made BASE, or random).", metavar="ID", flag="--run"
+        None,
+        "Name of the run, one for each request (default: the one that made BASE, or random).",
+        metavar="ID",
+        flag="--run",
     )
-    round: int | None = option(None, "Number of this round (default: the one after BASE's, or 1).", metavar="R")
+    round: int | None = option(
+        None, "Number of this round (default: the one after BASE's, or 1 with another --run).", metavar="R"
+    )
     seed: int | None = option(
         None, "For repeatable experiments only: whoever knows the seed can undo the copies.", metavar="N"
     )
@@ -92,13 +97,13 @@ class Publish(Command):
         recipients = self._copy_recipients()
         only = None if self.only is None else _parse_copy_numbers(self.only)
         if self.probe:
-            if recipients:
-                raise UsageError("--probe: copies that are sealed are not measured", "leave out one of the two")
             read_records(self.probe)  # before the work
         model = open_model(self.base, self.model_config)
         if read_copy_manifest(model.folder):
             raise MpuError(f"{self.base}: a copy, not a model", "publish the model that it was made from")
         run_of_base, following_round = next_round(model.folder)
+        if self.run_name and self.run_name != run_of_base:  # another request
+            following_round = 1
         round_ = following_round if self.round is None else self.round
         self._check_keeps_permanent_noise(model)
         path = self.keys or keys_path(model.folder, round_)
@@ -130,11 +135,15 @@ class Publish(Command):
             by_passphrase = self.passphrase or self.opening.passphrase_file
             check_one_way(self.recipient, by_passphrase, identity)
             passphrase = read_passphrase(self.opening.passphrase_file, observer, new=True) if by_passphrase else None
+        parsed = parse_recipients(recipients, "--copy-recipients")
+        for part in dict.fromkeys(recipients):
+            if not part.startswith("age1") and "AGE-SECRET-KEY-" in Path(part).read_text(encoding="utf-8"):
+                observer.warn(f"{part}: holds a secret key; a client sends its public key alone, age1…")
         target = Target(
             out=self.out or round_folder(Path("."), round_),
             keys=path,
             seal=sealer(recipients=self.recipient or [], passphrase=passphrase, identity=identity, note=observer.note),
-            recipients=parse_recipients(recipients, "--copy-recipients"),
+            recipients=parsed,
             force=self.force,
         )
         public = open_model(self.pretrained) if self.pretrained else None
@@ -232,7 +241,7 @@ class Publish(Command):
 
 def command_to_publish(model: Path, keys: Keys) -> str:
     """The command that publishes ``model`` as the last publication was: with noise of its kind and scale, its
-    symmetries, mark, layers and dtype."""
+    symmetries, mark, layers and dtype, sealed for the same clients."""
     from mpu_cli.files.randomness import Randomness
     from mpu_cli.files.reader import WORD
     from mpu_cli.protocol.noise import SCHEMES, ZeroSum
@@ -279,6 +288,9 @@ def command_to_publish(model: Path, keys: Keys) -> str:
         command += ["--symmetries", publication.symmetries]
     if publication.omitted:
         command += ["--omit-layers", ",".join(map(str, publication.omitted))]
+    if keys.recipients:
+        in_order = [keys.recipients[str(copy)] for copy in range(1, keys.copies + 1) if str(copy) in keys.recipients]
+        command += ["--copy-recipients", ",".join(in_order if len(set(in_order)) > 1 else in_order[:1])]
     if publication.dtype:
         command += ["--dtype", WORD[publication.dtype]]
     return shlex.join(command)
@@ -322,16 +334,17 @@ def _tell_noise(published: Published, observer: Observer) -> None:
 
 def _next_step(published: Reviewed) -> str:
     """What to do with the copies."""
-    paths = [shlex.quote(str(path)) for path in published.copies]
     names = [shlex.quote(path.name) for path in published.copies]
     deltas = round_folder(Path("deltas"), published.keys.round)
-    send = f"send {few(paths)} to the client"
+    send = f"send {few([shlex.quote(str(path)) for path in published.copies])} to the client"
+    if published.copy_is_ruined:
+        return "next: do not send these copies: what the noise left of the model knows too little to unlearn on"
     if published.gives_weights_away:
-        send = f"do not send these copies, which give the weights away, but in a trial; there, {send}"
+        send = f"do not send these copies: they give the weights away. In a trial, {send}"
     if published.keys.round > 1:
         return (
-            f"next: {send}, who runs `mpu check {paths[0]} …` and, if it fails, goes on with "
-            f"`mpu unlearn {' '.join(paths[:2])} …`"
+            f"next: {send}, who runs `mpu check {names[0]} …` and, if it fails, goes on with "
+            f"`mpu unlearn {' '.join(names[:2])} …`; another client begins with that (docs/model_owners.md)"
         )
     return (
         f"next: {send}, who runs `mpu unlearn {' '.join(names[:2])} …` and returns what it writes; then "

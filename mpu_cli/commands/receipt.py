@@ -43,19 +43,21 @@ class Receipt(Command):
     """
 
     NAME: ClassVar[str] = "receipt"
-    EXAMPLE: ClassVar[str] = "mpu receipt receipt.json --keys round_2/keys.bin --copy round_2/copy_1"
+    EXAMPLE: ClassVar[str] = "mpu receipt receipt.json --keys round_2/keys.bin --base unlearned"
 
     file: Path = option(..., "A receipt from `mpu check --receipt`.", metavar="FILE", argument=True)
     reading: RecordFormat = group(RecordFormat)
     keys: Path | None = option(
         None,
-        "Server: check that COPY, which was measured, is of this publication, and sign the receipt.",
+        "Server: check that the copy that was measured is of this publication, and sign the receipt.",
         metavar="FILE",
     )
-    copy: Path | None = option(None, "Server: the copy as it was sent, with --keys.", metavar="COPY")
+    copy: Path | None = option(
+        None, "Server: the copy as it was sent, with --keys (default: made again from the model).", metavar="COPY"
+    )
     base: str | None = option(
         None,
-        "Server: the model in service, to check that COPY is what the keys make of it; the receipt gets its "
+        "Server: the model in service, to check that the copy is what the keys make of it; the receipt gets its "
         "fingerprint.",
         metavar="MODEL",
     )
@@ -78,25 +80,22 @@ class Receipt(Command):
         from mpu_cli.measuring.receipt import as_text, check_signatures, public_key_of, read_receipt
         from mpu_cli.protocol.publication import server_secret
 
-        if bool(self.keys) != bool(self.copy):
-            raise UsageError("--keys and --copy go together")
-        if self.base and not self.keys:
-            raise UsageError("--base needs --keys and --copy")
+        for name in ("copy", "base"):
+            if getattr(self, name) and not self.keys:
+                raise UsageError(f"--{name}: is for the server, who signs", "add --keys FILE")
         if (self.retain or self.unseen or self.opening_key) and not self.forget:
             raise UsageError("--retain, --unseen and --opening need --forget")
         document = read_receipt(self.file)
         public_keys = check_signatures(document, self.file)
         pinned = {"client": self.client_key, "server": self.server_key}
         self._check_pinned("client", public_keys, pinned)  # before anything is signed
-        if self.keys and self.copy:
+        if self.keys:
             signing_key = public_key_of("server", server_secret(observer.note))
-            if public_keys.get("server") == signing_key:
-                raise UsageError(f"{self.file}: you signed it already")
-            if "server" in public_keys:
+            if public_keys.get("server", signing_key) != signing_key:
                 raise MpuError(
                     f"{self.file}: somebody else signed it as the server", "get the one that only the client signed"
                 )
-            document = self._countersigned(document, self.keys, self.copy, observer)
+            document = self._countersigned(document, self.keys, observer)
             write_atomically(self.file, as_text(document))
             public_keys = check_signatures(document, self.file)
             pinned["server"] = pinned["server"] or signing_key
@@ -111,28 +110,38 @@ class Receipt(Command):
         if expected is not None and public_keys.get(party) != expected.strip().lower():
             raise MpuError(f"{self.file}: not signed by the {party} with that public key")
 
-    def _countersigned(self, document: Document, keys_file: Path, copy: Path, observer: Observer) -> Document:
-        """``document`` with the server's signature. Raises MpuError unless ``copy`` was measured and, with a base, is
-        what the keys make of that model."""
+    def _countersigned(self, document: Document, keys_file: Path, observer: Observer) -> Document:
+        """``document`` with the server's signature. Raises MpuError unless what was measured is the copy that was sent
+        or, without it, what the keys make of the model; with a base, of that model."""
         import msgspec
 
-        from mpu_cli.measuring.receipt import ServerCheck, check_origin, today, with_signature
+        from mpu_cli.files.transaction import Transaction
+        from mpu_cli.measuring.receipt import ServerCheck, check_copy, check_origin, today, with_signature
         from mpu_cli.model.source import open_model
         from mpu_cli.protocol.deltas import check_base
+        from mpu_cli.protocol.keys import published_base
         from mpu_cli.protocol.publication import server_secret
+        from mpu_cli.protocol.publish import remake_copy
         from mpu_cli.protocol.verify import verify
 
         keys = opened_keys(keys_file, self.opening, observer)
-        sent = open_model(str(copy))
-        check_origin(document, keys, sent, self.file)
-        if self.base is not None:
-            model = open_model(self.base)
-            check_base(model, keys)
-            if not verify(model, sent, keys, logits=False).ok:
-                raise MpuError(
-                    f"{copy}: not what the keys make of {self.base}",
-                    "publish the model in service, and check that copy",
-                )
+        check_origin(document, keys, self.file)
+        if self.copy is None:
+            with Transaction() as transaction:
+                folder = transaction.scratch(keys_file.absolute().parent)
+                model = published_base(keys, self.base, None)
+                check_copy(document, remake_copy(model, keys, document.copy.copy, folder), self.file)
+        else:
+            sent = open_model(str(self.copy))
+            check_copy(document, sent, self.file)
+            if self.base is not None:
+                model = open_model(self.base)
+                check_base(model, keys)
+                if not verify(model, sent, keys, logits=False).ok:
+                    raise MpuError(
+                        f"{self.copy}: not what the keys make of {self.base}",
+                        "publish the model in service, and check that copy",
+                    )
         checked = ServerCheck(date=today(), model=keys.base.fingerprint if self.base else None)
         signed = msgspec.structs.replace(document, checked=checked)
         return with_signature(signed, "server", server_secret(observer.note))
@@ -168,6 +177,11 @@ class Receipt(Command):
 
         _tell_measured(read.document, observer)
         _tell_signatures(read, observer)
+        if self.keys:
+            advice = ""
+            if not read.document.verdict.startswith("pass"):
+                advice = "; what is next, the client's `mpu check` printed: if it names a step, aggregate again with it"
+            observer.note(f"next: return {self.file} to the client{advice}")
         if read.opening and not read.mismatch:
             observer.note(
                 f"the records are those that were measured; an auditor sees it, too, with --opening {read.opening}"

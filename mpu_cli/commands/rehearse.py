@@ -39,7 +39,8 @@ class TriedStep:
     kept: float
 
     def passes(self, goal: Goal) -> bool:
-        forgotten = self.left <= goal.max_left and self.left_high <= 2 * goal.max_left
+        """As `mpu check` decides: not too much is left, and not so little that it shows."""
+        forgotten = self.left <= goal.max_left and abs(self.left_high) <= 2 * goal.max_left
         return forgotten and self.kept >= goal.min_kept
 
 
@@ -192,6 +193,12 @@ def _try_steps(base: Model, updated: Model, keys: Keys, plan: UnlearnPlan, obser
         go_to(step)
         look = scorer.look(model, 0)
         assert look.kept is not None  # there are records held out
+        if not math.isfinite(look.left):
+            raise MpuError(
+                f"{base.source}: knows the records to forget no better than a model that never saw them, so nothing "
+                "says when they are forgotten",
+                "take records that only fine-tuning taught it, or compare with others by --unseen",
+            )
         tried.append(TriedStep(step, look.left, look.left_high, look.kept))
         observer.advance(1)
     return tried

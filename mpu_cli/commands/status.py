@@ -66,7 +66,8 @@ class Account:
         if passed := [file for file, verdict in last.verdicts.items() if verdict.startswith("pass")]:
             if last.signed:
                 return "nobody", "the records are forgotten, and the rest is kept"
-            return "server", _command("receipt", folder / passed[0]) + " --keys … --copy …, which countersigns it"
+            keys = folder / self._keys_of(last.number) if self.keys else "…"
+            return "server", f"{_command('receipt', folder / passed[0])} --keys {keys}, which countersigns it"
         if last.verdicts and not last.deltas:
             file, verdict = next(iter(last.verdicts.items()))
             return "client", f"{folder / file} says {verdict}: do what `mpu check` said is next"
@@ -76,9 +77,8 @@ class Account:
         if not missing and not self.keys:
             return "client", "return the deltas to the model's owner"
         if not missing:
-            deltas, of_round = next(iter(last.deltas.values())).parent, round_folder(Path("."), last.number)
-            keys = next((name for name in self.keys if Path(name).parent == of_round), self.keys[0])
-            return "server", _command("aggregate", folder / deltas, "--keys", folder / keys)
+            deltas = next(iter(last.deltas.values())).parent
+            return "server", _command("aggregate", folder / deltas, "--keys", folder / self._keys_of(last.number))
         todo = [folder / last.made[copy] for copy in sorted(last.made) if copy not in last.deltas]
         if not todo:
             return "client", f"wait for the deltas of {', '.join(map(str, missing))}"
@@ -86,6 +86,11 @@ class Account:
             before = folder / earlier.made[min(earlier.made)]
             return "client", _command("check", todo[0], "--before", before) + " --forget … --retain …"
         return "client", _command("unlearn", *todo, "--out", f"{round_folder(folder / 'deltas', last.number)}/")
+
+    def _keys_of(self, number: int) -> str:
+        """The keys that lie in the folder of this round, else the first."""
+        of_round = round_folder(Path("."), number)
+        return next((name for name in self.keys if Path(name).parent == of_round), self.keys[0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +129,8 @@ class Status(Command):
 
 
 def account_of(folder: Path) -> Account:
-    """What mpu made of what lies in ``folder``, and in its folders for rounds and deltas."""
+    """What mpu made of what lies in ``folder``, in its folders for rounds and deltas and, of what mpu made only, in
+    others two levels down."""
     from mpu_cli.files.boundary import open_regular
     from mpu_cli.files.manifest import delta_manifest, facts_of, read_copy_manifest, read_model_manifest
     from mpu_cli.files.reader import open_checkpoint
@@ -133,7 +139,7 @@ def account_of(folder: Path) -> Account:
     rounds: dict[tuple[str, int], Round] = {}
     keys: list[str] = []
     other: dict[str, list[str]] = {}
-    models: dict[tuple[str, int], Path] = {}
+    models: list[tuple[tuple[str, int], Path]] = []
 
     def round_of(origin: CopyManifest) -> Round:
         key = origin.run, origin.round
@@ -141,6 +147,7 @@ def account_of(folder: Path) -> Account:
 
     for path in sorted(_candidates(folder))[:MAX_ENTRIES]:
         relative = path.relative_to(folder)
+        is_expected = len(relative.parts) == 1 or relative.parts[0].startswith(("round_", "deltas"))
         try:
             if path.is_file():
                 with open_regular(path, links=False) as file:
@@ -156,12 +163,13 @@ def account_of(folder: Path) -> Account:
                 round_of(origin).made[origin.copy] = relative
             elif path.is_dir():
                 if manifest := read_model_manifest(path):
-                    models[manifest.run, manifest.round] = relative
-                else:
+                    models.append(((manifest.run, manifest.round), relative))
+                elif is_expected:
                     other.setdefault("models", []).append(str(relative))
         except MpuError as error:
-            other.setdefault("not readable", []).append(f"{relative} ({error.problem})")
-    for key, model in models.items():
+            if is_expected:
+                other.setdefault("not readable", []).append(f"{relative} ({error.problem})")
+    for key, model in models:
         other.setdefault("models", []).append(str(model))
         if key in rounds:
             rounds[key].model = model
@@ -188,13 +196,14 @@ def _add_receipts(folder: Path, rounds: Mapping[tuple[str, int], Round]) -> None
     """Give rounds the verdicts of the receipts that lie in ``folder``."""
     from mpu_cli.measuring.receipt import read_receipt
 
-    for path in [each for each in _entries(folder) if each.suffix == ".json" and each.is_file()]:
+    files = [path for place in (folder, *_folders_in(folder)) for path in _entries(place)]
+    for path in [each for each in files if each.suffix == ".json" and each.is_file()]:
         try:
             receipt = read_receipt(path)
         except MpuError:  # another file
             continue
         if found := rounds.get((receipt.copy.run, receipt.copy.round)):
-            found.verdicts[path.name] = receipt.verdict
+            found.verdicts[str(path.relative_to(folder))] = receipt.verdict
             found.signed |= receipt.verdict.startswith("pass") and receipt.server is not None
 
 
@@ -203,10 +212,20 @@ def _entries(folder: Path) -> list[Path]:
     return [path for path in islice(folder.iterdir(), MAX_ENTRIES) if not path.is_symlink()]
 
 
+def _folders_in(folder: Path) -> list[Path]:
+    """Folders two levels down, which are no models."""
+
+    def inside(outer: Path) -> list[Path]:
+        folders = [path for path in _entries(outer) if path.is_dir() and not path.name.startswith(".")]
+        return [path for path in folders if not (path / "config.json").exists()]
+
+    first = inside(folder)
+    return [*first, *(path for outer in first for path in inside(outer))][:MAX_ENTRIES]
+
+
 def _candidates(folder: Path) -> list[Path]:
-    """Entries of ``folder``, and of the folders for rounds and deltas in it."""
-    inner = [path for path in _entries(folder) if path.is_dir() and path.name.startswith(("round_", "deltas"))]
-    inner += [path for outer in inner for path in _entries(outer) if path.is_dir() and path.name.startswith("round_")]
+    """Entries of ``folder``, and of the folders in it, that may be weights or keys."""
+    inner = _folders_in(folder)
     entries = [path for outer in (folder, *inner) for path in _entries(outer) if path not in inner]
     suffixes = (".safetensors", ".bin", ".age")
     return [path for path in entries if path.suffix in suffixes or (path.is_dir() and (path / "config.json").exists())]

@@ -39,24 +39,15 @@ def open_regular(path: Path, *, links: bool = True) -> BinaryIO:
     Links of the Hub's cache, from a snapshot to its blobs, count as files. Never waits for a FIFO or a device.
     Raises MpuError.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
-    if not links:
-        path = _blob(path) or path
-        flags |= os.O_NOFOLLOW
-    try:
-        descriptor = os.open(path, flags)
-    except OSError as error:
-        raise unreadable(path, error) from error
-    return _regular(descriptor, path)
+    if links:
+        return _open(path, path, 0)
+    path = _blob(path) or path
+    return _open(path, path, os.O_NOFOLLOW)
 
 
 def open_inside(folder: int, name: str, where: Path) -> BinaryIO:
     """``open_regular`` for the entry ``name`` of an open directory; ``where`` is what messages call it."""
-    try:
-        descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=folder)
-    except OSError as error:
-        raise unreadable(where, error) from error
-    return _regular(descriptor, where)
+    return _open(name, where, os.O_NOFOLLOW, folder)
 
 
 def unreadable(path: Path, error: OSError) -> MpuError:
@@ -66,11 +57,15 @@ def unreadable(path: Path, error: OSError) -> MpuError:
     return MpuError(f"{path}: cannot be read: {error.strerror}")
 
 
-def _regular(descriptor: int, path: Path) -> BinaryIO:
+def _open(name: str | Path, where: Path, flags: int, folder: int | None = None) -> BinaryIO:
+    try:
+        descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=folder)
+    except OSError as error:
+        raise unreadable(where, error) from error
     file = os.fdopen(descriptor, "rb")
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         file.close()
-        raise MpuError(f"{path}: not a regular file", GET_IT_AGAIN)
+        raise MpuError(f"{where}: not a regular file", GET_IT_AGAIN)
     return file
 
 

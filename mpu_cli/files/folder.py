@@ -58,7 +58,11 @@ class Folder:
         handle = os.dup(self._handle)
         try:
             for part in filter(None, path.split("/")):
-                created = make and self._make_folder(part, handle)
+                created = False
+                if make:
+                    with suppress(FileExistsError):
+                        os.mkdir(part, dir_fd=handle)
+                        created = True
                 below = os.open(part, _DIRECTORY, dir_fd=handle)
                 if created:
                     os.fchmod(below, self._mode)
@@ -67,14 +71,6 @@ class Folder:
             yield handle
         finally:
             os.close(handle)
-
-    @staticmethod
-    def _make_folder(name: str, handle: int) -> bool:
-        try:
-            os.mkdir(name, dir_fd=handle)
-        except FileExistsError:
-            return False
-        return True
 
     def names(self, path: str = "") -> list[str]:
         """The entries of a folder, sorted; none if it is missing or is not a folder. Raises MpuError if it holds more
@@ -92,23 +88,22 @@ class Folder:
 
     def kind(self, path: str) -> str | None:
         """ "file", "folder", "other" (a link, a FIFO, …), or None if there is nothing."""
-        parent, _, name = path.rpartition("/")
-        try:
-            with self._open_folder(parent) as handle:
-                mode = os.stat(name, dir_fd=handle, follow_symlinks=False).st_mode
-        except OSError:
+        if (status := self._status(path)) is None:
             return None
-        return "file" if stat.S_ISREG(mode) else "folder" if stat.S_ISDIR(mode) else "other"
+        return "file" if stat.S_ISREG(status.st_mode) else "folder" if stat.S_ISDIR(status.st_mode) else "other"
 
     def size(self, path: str) -> int:
         """The bytes of a regular file; 0 for anything else."""
+        status = self._status(path)
+        return status.st_size if status and stat.S_ISREG(status.st_mode) else 0
+
+    def _status(self, path: str) -> os.stat_result | None:
         parent, _, name = path.rpartition("/")
         try:
             with self._open_folder(parent) as handle:
-                status = os.stat(name, dir_fd=handle, follow_symlinks=False)
+                return os.stat(name, dir_fd=handle, follow_symlinks=False)
         except OSError:
-            return 0
-        return status.st_size if stat.S_ISREG(status.st_mode) else 0
+            return None
 
     def open(self, path: str) -> BinaryIO:
         """A regular file, for reading. Raises MpuError."""

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 from msgspec import Meta
 
 from mpu_cli.errors import MpuError, UsageError
@@ -144,9 +145,7 @@ def read_copy_manifest(folder: Path, metadata: Mapping[str, str] | None = None) 
     If the ``metadata`` of the weights next to it is given, raises MpuError if they belong to a different copy.
     """
     path = folder / MANIFEST_NAME
-    if not os.path.lexists(path):
-        return None
-    entries = read_json_object(path, links=False)
+    entries = _entries(path)
     if entries.get("format") != "mpu-copy":
         return None
     if metadata is not None and facts_of(metadata) != entries:
@@ -157,12 +156,13 @@ def read_copy_manifest(folder: Path, metadata: Mapping[str, str] | None = None) 
 def read_model_manifest(folder: Path) -> ModelManifest | None:
     """The manifest of the model in ``folder``, or None if `mpu aggregate` did not make it."""
     path = folder / MANIFEST_NAME
-    if not os.path.lexists(path):
-        return None
-    entries = read_json_object(path, links=False)
-    if entries.get("format") != "mpu-model" or "run" not in entries:
-        return None
-    return _parse(ModelManifest, entries, path)
+    entries = _entries(path)
+    is_of_round = entries.get("format") == "mpu-model" and "run" in entries
+    return _parse(ModelManifest, entries, path) if is_of_round else None
+
+
+def _entries(path: Path) -> dict[str, object]:
+    return read_json_object(path, links=False) if os.path.lexists(path) else {}
 
 
 def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
@@ -174,9 +174,7 @@ def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
         )
     facts = _parse(_DeltaFacts, entries, path)
     origin = _copy_manifest(entries, path) if "run" in entries else None
-    return DeltaManifest(
-        origin, facts.algorithm, facts.kind, facts.inverted, facts.privacy, facts.trained, facts.until_done
-    )
+    return DeltaManifest(origin, **msgspec.structs.asdict(facts))
 
 
 FactsOf = TypeVar("FactsOf")

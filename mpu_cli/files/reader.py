@@ -207,6 +207,7 @@ SHARD = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.safetensors\Z")
 MOST_TENSORS, MOST_HEADERS = 200_000, 2 * MAX_HEADER  # tensors and bytes of headers, over all shards
 
 
+@dataclass(eq=False, repr=False)
 class Checkpoint:
     """The tensors of one file or of several shards: names, dtypes and shapes up front, data on demand.
 
@@ -214,15 +215,11 @@ class Checkpoint:
     that it is a part of, whose files are open already.
     """
 
-    def __init__(
-        self, path: Path, tensors: Mapping[str, TensorInfo], metadata: Mapping[str, str], *, links: bool = True,
-        parent: Checkpoint | None = None,
-    ):  # fmt: skip
-        self.path = path
-        self.tensors = dict(tensors)
-        self.metadata = dict(metadata)
-        self._links = links
-        self._parent = parent
+    path: Path
+    tensors: dict[str, TensorInfo]
+    metadata: dict[str, str]
+    links: bool = True
+    parent: Checkpoint | None = None
 
     @property
     def nbytes(self) -> int:
@@ -237,7 +234,7 @@ class Checkpoint:
     def tensor(self, name: str) -> torch.Tensor:
         """Tensor ``name`` as a view of the file, in its stored shape and dtype. Slicing it reads only that slice.
 
-        The view is read-only by contract: torch does not raise on a write, the process faults.
+        The view of an opened file is read-only by contract: torch does not raise on a write, the process faults.
         """
         info = self.tensors[name]
         if info.elements == 0:
@@ -251,19 +248,23 @@ class Checkpoint:
         return memoryview(self._maps[info.file])[info.start : info.start + info.nbytes]
 
     def forget_pages(self, name: str) -> None:
-        """Drop the tensor's pages from this process (they stay in the page cache) to keep its memory use low."""
+        """Drop the pages that hold nothing but this tensor from this process, to keep its memory use low. They stay in
+        the page cache, from which the system writes those of a ``CheckpointWriter`` to disk."""
         info = self.tensors[name]
-        drop_pages(self._maps[info.file], info.start, info.nbytes)
+        begin = -(-info.start // mmap.PAGESIZE) * mmap.PAGESIZE
+        end = (info.start + info.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+        if end > begin and hasattr(mmap, "MADV_DONTNEED"):
+            self._maps[info.file].madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def with_renamed_tensors(self, names: Mapping[str, str]) -> Checkpoint:
         """Only the tensors that are keys of ``names``, called as it says, in the same files."""
         tensors = {names[name]: info for name, info in self.tensors.items() if name in names}
-        return Checkpoint(self.path, tensors, self.metadata, links=self._links, parent=self)
+        return Checkpoint(self.path, tensors, self.metadata, self.links, parent=self)
 
     @cached_property
     def _maps(self) -> dict[Path, mmap.mmap]:
-        if self._parent:
-            return self._parent._maps
+        if self.parent:
+            return self.parent._maps
         import warnings
 
         # torch warns that a read-only buffer must not be written to; that is the contract of tensor().
@@ -273,19 +274,11 @@ class Checkpoint:
         for info in self.tensors.values():
             needed[info.file] = max(needed.get(info.file, 0), info.start + info.nbytes)
         for path, size in needed.items():
-            with open_regular(path, links=self._links) as file:
+            with open_regular(path, links=self.links) as file:
                 maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             if len(maps[path]) != size:
                 raise MpuError(f"{path}: changed while it was read", "let nothing else write there, and try again")
         return maps
-
-
-def drop_pages(buffer: mmap.mmap, start: int, length: int) -> None:
-    """Release the whole pages of ``buffer`` within ``start … start + length``."""
-    begin = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE
-    last = (start + length) // mmap.PAGESIZE * mmap.PAGESIZE
-    if last > begin and hasattr(mmap, "MADV_DONTNEED"):
-        buffer.madvise(mmap.MADV_DONTNEED, begin, last - begin)
 
 
 def open_checkpoint(path: Path, *, links: bool = True) -> Checkpoint:

@@ -64,24 +64,20 @@ def alone_beside(folder: Path, observer: Observer) -> Iterator[None]:
 
 def write_atomically(path: Path, text: str) -> None:
     """Write ``text`` so that a reader finds all of it or what was there before, whenever this is killed."""
-    with naming(path):
-        _write_atomically(path, text)
-
-
-def _write_atomically(path: Path, text: str) -> None:
     fresh = path.with_name(random_name(path.name))
-    mode = path.stat().st_mode & 0o777 if path.exists() else None
-    try:
-        with create_private(fresh) as file:
-            os.fchmod(file.fileno(), mode if mode is not None else 0o666 & ~current_umask())
-            file.write(text.encode())
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(fresh, path)
-    except BaseException:
-        fresh.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+    with naming(path):
+        mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~current_umask()
+        try:
+            with create_private(fresh) as file:
+                os.fchmod(file.fileno(), mode)
+                file.write(text.encode())
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(fresh, path)
+        except BaseException:
+            fresh.unlink(missing_ok=True)
+            raise
+        sync_folder(path.parent)
 
 
 def differences(before: Mapping[str, object], now: Mapping[str, object], prefix: str = "") -> Iterator[str]:

@@ -45,7 +45,7 @@ class Process:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # _ask loads a tokenizer while it holds this
         self._owner = 0
         self._tokenizer: int | None = None  # hash of the one that it has
 
@@ -66,71 +66,59 @@ class Process:
 
     def render(self, request: Mapping[str, object], dialogues: Sequence[object], longest: int) -> list[Outcome]:
         """Each dialogue as a template prints it; ``longest`` bytes may come back. Raises LimitError."""
-        with self._lock:
-            return self._ask("render", {**request, "dialogues": dialogues}, _seconds(dialogues), longest)
+        return self._ask("render", {**request, "dialogues": dialogues}, _seconds(dialogues), longest)
 
     def load(self, text: str) -> Outcome:
         """Whether the tokenizers library reads a tokenizer.json of this content; then how many tokens it adds to its
         vocabulary, and the largest number of a token. Raises LimitError."""
         with self._lock:
-            return self._load(text)
+            [outcome] = self._ask("load", {"json": text}, REQUEST_SECONDS + len(text) / 1e6, MAX_ERROR * 8)
+            self._tokenizer = hash(text) if outcome[0] else None
+        return outcome
 
     def tokenize(self, tokenizer: str, texts: Sequence[str], special: bool) -> list[Outcome]:
         """How many tokens each text has with the tokenizer of this JSON. Raises LimitError."""
-        with self._lock:
-            self._take(tokenizer)
-            seconds = _seconds(texts) + sum(map(len, texts)) / 100_000
-            return self._ask(
-                "tokenize", {"texts": texts, "special": special}, seconds, MAX_ERROR * 8 * len(texts) + 100
-            )
+        seconds = _seconds(texts) + sum(map(len, texts)) / 100_000
+        longest = MAX_ERROR * 8 * len(texts) + 100
+        return self._ask("tokenize", {"texts": texts, "special": special}, seconds, longest, tokenizer)
 
     def convert(self, folder: Path) -> Outcome:
         """The tokenizer.json of the tokenizer that transformers makes of the files in ``folder``; "" if it is not of
         the tokenizers library. Raises LimitError."""
         size = sum(path.stat().st_size for path in folder.iterdir() if not path.is_symlink())
-        with self._lock:
-            request = {"folder": str(folder), "longest": LARGEST_TOKENIZER}
-            [outcome] = self._ask("convert", request, REQUEST_SECONDS + size / 1e6, 4 * LARGEST_TOKENIZER)
+        request = {"folder": str(folder), "longest": LARGEST_TOKENIZER}
+        [outcome] = self._ask("convert", request, REQUEST_SECONDS + size / 1e6, 4 * LARGEST_TOKENIZER)
         return outcome
 
     def decode(self, tokenizer: str, sequences: Sequence[Sequence[int]], skip_special: bool) -> list[Outcome]:
         """How many characters the text of each sequence of tokens has. Raises LimitError."""
-        with self._lock:
-            self._take(tokenizer)
-            values = {"sequences": sequences, "skip_special": skip_special}
-            return self._ask("decode", values, _seconds(sequences), MAX_ERROR * 8 * len(sequences) + 100)
+        values = {"sequences": sequences, "skip_special": skip_special}
+        return self._ask("decode", values, _seconds(sequences), MAX_ERROR * 8 * len(sequences) + 100, tokenizer)
 
     def match(self, patterns: Sequence[str], names: Sequence[str]) -> list[Outcome]:
         """Of each name, the first pattern that matches its end, as peft looks for it; "" if none does. Raises
         LimitError."""
+        longest = 8 * (sum(map(len, patterns)) + MAX_ERROR) * (len(names) + 1)
+        return self._ask("match", {"patterns": patterns, "names": names}, REQUEST_SECONDS, longest)
+
+    def _ask(
+        self, what: str, values: Mapping[str, object], seconds: float, longest: int, tokenizer: str | None = None
+    ) -> list[Outcome]:
+        """What it replies, once it holds the ``tokenizer`` of this JSON, if one is named."""
         with self._lock:
-            longest = sum(map(len, patterns)) + MAX_ERROR
-            return self._ask(
-                "match", {"patterns": patterns, "names": names}, REQUEST_SECONDS, 8 * longest * (len(names) + 1)
-            )
-
-    def _take(self, tokenizer: str) -> None:
-        """Have it hold the tokenizer of this JSON."""
-        self.start()
-        if self._tokenizer != hash(tokenizer):
-            worked, problem = self._load(tokenizer)
-            if not worked:
-                raise LimitError(str(problem))
-
-    def _load(self, text: str) -> Outcome:
-        [outcome] = self._ask("load", {"json": text}, REQUEST_SECONDS + len(text) / 1e6, MAX_ERROR * 8)
-        self._tokenizer = hash(text) if outcome[0] else None
-        return outcome
-
-    def _ask(self, what: str, values: Mapping[str, object], seconds: float, longest: int) -> list[Outcome]:
-        process = self.start()
-        try:
-            # Importing what this needs does not count.
-            _exchange(process, json.dumps(["ready", {"for": what}, STARTING]).encode() + b"\n", STARTING, 100)
-            reply = _exchange(process, json.dumps([what, values, seconds]).encode() + b"\n", seconds, longest)
-        except BaseException:  # a reply that nobody read would be taken for the next one
-            self.stop()
-            raise
+            process = self.start()
+            if tokenizer is not None and self._tokenizer != hash(tokenizer):
+                worked, problem = self.load(tokenizer)
+                if not worked:
+                    raise LimitError(str(problem))
+                process = self.start()
+            try:
+                # Importing what this needs does not count.
+                _exchange(process, json.dumps(["ready", {"for": what}, STARTING]).encode() + b"\n", STARTING, 100)
+                reply = _exchange(process, json.dumps([what, values, seconds]).encode() + b"\n", seconds, longest)
+            except BaseException:  # a reply that nobody read would be taken for the next one
+                self.stop()
+                raise
         return [(bool(worked), value) for worked, value in json.loads(reply)]
 
     def stop(self) -> None:
@@ -206,7 +194,11 @@ class _Worker:
         dialogues = values.pop("dialogues")
 
         def text(dialogue: object) -> str:
-            return _text(render_jinja_template([dialogue], **values)[0][0])
+            printed = render_jinja_template([dialogue], **values)[0][0]
+            if not isinstance(printed, str):
+                raise TypeError("it does not print text")
+            printed.encode()  # halves of characters are no text
+            return printed
 
         return [_outcome(text, dialogue) for dialogue in dialogues]
 
@@ -276,13 +268,6 @@ def serve() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (ends, resource.RLIM_INFINITY))
         sys.stdout.buffer.write(json.dumps(work[kind](values)).encode() + b"\n")
         sys.stdout.buffer.flush()
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise TypeError("it does not print text")
-    value.encode()  # halves of characters are no text
-    return value
 
 
 def _outcome(work: Callable[[Any], object], argument: object) -> Outcome:

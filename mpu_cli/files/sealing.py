@@ -6,8 +6,8 @@ import contextlib
 import os
 import secrets
 import tarfile
-import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
@@ -117,7 +117,7 @@ def parse_recipients(texts: Sequence[str], option: str = "--recipient") -> list[
         try:
             recipients.append(pyrage.x25519.Recipient.from_str(text))
         except pyrage.RecipientError as error:
-            raise MpuError(f"{option} {text!r}: not an age public key (age1…)") from error
+            raise MpuError(f"{option} {text!r}: not an age public key (age1…)", "`mpu keygen` prints one") from error
     return recipients
 
 
@@ -217,26 +217,17 @@ def _run_through_pipe(work: Callable[[BinaryIO], None], *, reads: bool = False) 
     reading, writing = os.pipe()
     ends = os.fdopen(reading, "rb", _BUFFER), os.fdopen(writing, "wb", _BUFFER)
     worker_end, other = ends if reads else reversed(ends)
-    failed: list[BaseException] = []
 
     def run() -> None:
-        try:
-            with worker_end:
-                work(worker_end)
-        except BrokenPipeError:
-            pass  # the block ended early, and its own exception says why
-        except BaseException as error:
-            failed.append(error)
+        # A broken pipe: the block ended early, and its own exception says why.
+        with contextlib.suppress(BrokenPipeError), worker_end:
+            work(worker_end)
 
-    thread = threading.Thread(target=run)
-    thread.start()
-    try:
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(run)
         with other:
             yield other
-    finally:
-        thread.join()
-    if failed:
-        raise failed[0]
+    working.result()
 
 
 @contextmanager

@@ -46,7 +46,7 @@ from mpu_cli.model.layout import Layout, TensorLayout
 from mpu_cli.model.load import tokenizer_of
 from mpu_cli.model.network import build, config_of
 from mpu_cli.model.sampling import AxisMap
-from mpu_cli.model.shallow import names_in_base, shallow
+from mpu_cli.model.shallow import shallow
 from mpu_cli.model.source import Model
 from mpu_cli.model.tensors import in_memory, pieces_in_files
 from mpu_cli.model.transform import TensorMap, Transform, as_matrix, row_slices
@@ -206,31 +206,19 @@ def _z(products: float, variance: float) -> float:
     return products / math.sqrt(variance) if variance > 0 else math.nan
 
 
-class PublishedNoise:
-    """The draws of a publication's noise, tensor by tensor, and how its copies' and its mark are mixed from them."""
+def noise_of(publication: PublicationKeys) -> Noise:
+    """The noise of all copies of a publication."""
+    values = publication.keys.publication
+    return values.noise(range(1, values.copies + 1), publication.base)
 
-    def __init__(self, publication: PublicationKeys):
-        values, base = publication.keys.publication, publication.base
-        self._noise: Noise = values.noise(range(1, values.copies + 1))
-        self._full_names = names_in_base(base, values.omitted)
-        self._permanent_names = values.permanent_names(base.layout)
 
-    def keys(self, name: str, scales: Scales) -> list[bytes]:
-        """The stream keys for the tensor ``name``: of what cancels, of permanent noise, of the mark."""
-        full_name = self._full_names[name]
-        return self._noise.subkeys(full_name, scales, self._permanent_names.get(full_name))
-
-    def draws(self, keys: Sequence[bytes], start: int, stop: int) -> list[torch.Tensor]:
-        """Standard normals for the elements ``start … stop`` of a tensor, float32, for each of ``keys``."""
-        return self._noise.draws(keys, start, stop, torch.float32)
-
-    def templates(self, scales: Scales) -> torch.Tensor:
-        """How the mark (row 0) and the noise of each copy that cancels are mixed from their draws, float64 (noises,
-        draws): those of what cancels, and the mark's last."""
-        cancelling = self._noise.mixing(Scales(scales.cancelling)).double()
-        templates = torch.zeros(len(cancelling) + 1, cancelling.shape[1] + 1, dtype=torch.float64)
-        templates[1:, :-1], templates[0, -1] = cancelling, scales.mark
-        return templates
+def templates_of(noise: Noise, scales: Scales) -> torch.Tensor:
+    """How the mark (row 0) and the noise of each copy that cancels are mixed from their draws, float64 (noises, draws):
+    those of what cancels, and the mark's last."""
+    cancelling = noise.mixing(Scales(scales.cancelling)).double()
+    templates = torch.zeros(len(cancelling) + 1, cancelling.shape[1] + 1, dtype=torch.float64)
+    templates[1:, :-1], templates[0, -1] = cancelling, scales.mark
+    return templates
 
 
 def sums_of(
@@ -302,7 +290,7 @@ class _Tracer:
         self._base, self._layout, self._suspect, self._public = base.checkpoint, layout, suspect, public
         values = self._keys.publication
         self._copies = range(1, values.copies + 1)
-        self._noise = PublishedNoise(publication)
+        self._noise = noise_of(publication)
         transforms = [values.transform(copy, layout) for copy in self._copies]
         self._agreements = [_agreements(residual, transform, layout) for transform in transforms]
         drawn = _model_map(transforms[0], layout)
@@ -347,7 +335,7 @@ class _Tracer:
         clean, theirs = as_matrix(self._base.tensor(tensor.name)), as_matrix(self._suspect.checkpoint.tensor(name))
         public = None if self._public is None else as_matrix(self._public[tensor.name])
         columns = clean.shape[1]
-        keys, templates = self._noise.keys(tensor.name, scales), self._noise.templates(scales)
+        keys, templates = self._noise.subkeys(tensor.name, scales), templates_of(self._noise, scales)
         cancelling = templates.shape[1] - 1
 
         def work(start: int, stop: int) -> torch.Tensor:
@@ -355,7 +343,7 @@ class _Tracer:
             rows = mapping.take(theirs, start, stop).float().nan_to_num(0.0, 0.0, 0.0)
             bound = CLIP_FACTOR * float(reference.abs().max())  # what was made huge would hide the rest
             undone = mapping.backward(rows.clamp(-bound, bound), start).flatten()
-            draws = self._noise.draws(keys, start * columns, stop * columns)
+            draws = self._noise.draws(keys, start * columns, stop * columns, torch.float32)
             regressors = [reference]
             regressors += [draws[cancelling]] if scales.permanent else []
             regressors += [] if public is None else [public[start:stop].float().flatten()]
@@ -450,12 +438,12 @@ def _noisy_network(publication: PublicationKeys, base: Model, layout: Layout, po
     """The base with the publication's permanent noise, which every copy has, in float32."""
     network = build(config_of(base.config), dtype=torch.float32).eval()
     places = in_memory(network, layout.tensors)
-    noise = PublishedNoise(publication)
+    noise = noise_of(publication)
 
     def add_noise(target: torch.Tensor, keys: Sequence[bytes], scale: float) -> None:
         def add(bounds: tuple[int, int]) -> None:
             start, stop = bounds
-            [draw] = noise.draws(keys, start * target.shape[1], stop * target.shape[1])
+            [draw] = noise.draws(keys, start * target.shape[1], stop * target.shape[1], torch.float32)
             target[start:stop].add_(draw.view(stop - start, -1), alpha=scale)
 
         list(pool.map(add, row_slices([UNMOVED], *target.shape)))
@@ -468,7 +456,7 @@ def _noisy_network(publication: PublicationKeys, base: Model, layout: Layout, po
             weights, target = as_matrix(stored.float().clone()), places[tensor.name]
             permanent = publication.keys.scales(tensor.block).permanent
             if permanent and not tensor.constant:
-                add_noise(weights, noise.keys(tensor.name, Scales(permanent=permanent)), permanent)
+                add_noise(weights, noise.subkeys(tensor.name, Scales(permanent=permanent)), permanent)
             target.copy_(weights.view(target.shape))
     return network
 
@@ -498,7 +486,7 @@ def _gradients(
 def _evidence(
     publication: PublicationKeys, layout: Layout, gradients: Mapping[str, torch.Tensor], pool: Executor
 ) -> PublicationEvidence:
-    keys, noise = publication.keys, PublishedNoise(publication)
+    keys, noise = publication.keys, noise_of(publication)
     sums = Sums(torch.zeros(keys.copies + 1, 3, dtype=torch.float64))
     for tensor in layout.parameters:
         scales = keys.scales(tensor.block)
@@ -506,11 +494,11 @@ def _evidence(
         if tensor.name not in gradients or not (copy_scales.cancelling or copy_scales.mark):
             continue
         gradient = as_matrix(gradients[tensor.name].contiguous())
-        subkeys, templates = noise.keys(tensor.name, copy_scales), noise.templates(copy_scales)
+        subkeys, templates = noise.subkeys(tensor.name, copy_scales), templates_of(noise, copy_scales)
 
         def work(bounds: tuple[int, int], gradient=gradient, subkeys=subkeys, templates=templates):  # type: ignore[no-untyped-def]
             start, stop = bounds
-            draws = noise.draws(subkeys, start * gradient.shape[1], stop * gradient.shape[1])
+            draws = noise.draws(subkeys, start * gradient.shape[1], stop * gradient.shape[1], torch.float32)
             signal = gradient[start:stop].flatten()
             signal = signal.sign() * signal.abs().sqrt()
             without_mark = [torch.zeros_like(signal)] * (templates.shape[1] - len(draws))

@@ -286,15 +286,20 @@ def _message(receipt: Receipt, party: str) -> bytes:
     return f"{FORMAT} {party} ".encode() + json.dumps(entries, sort_keys=True).encode()
 
 
-def check_origin(receipt: Receipt, keys: Keys, sent: Model, path: Path) -> None:
-    """Raise MpuError unless the copy that was measured is of the publication with these ``keys``, and has the weights
-    of the one that was ``sent``, and its tokenizer, template and config."""
+def check_origin(receipt: Receipt, keys: Keys, path: Path) -> None:
+    """Raise MpuError unless the copy that was measured is of the publication with these ``keys``."""
     copy = receipt.copy
     if (copy.run, copy.round) != (keys.run, keys.round) or copy.copy_id not in keys.copy_ids:
         raise MpuError(f"{path}: measured a copy of another publication", "use the keys of that publication")
     number = keys.copy_ids.index(copy.copy_id) + 1
     if number != copy.copy:
         raise MpuError(f"{path}: measured copy {number}, and says copy {copy.copy}")
+
+
+def check_copy(receipt: Receipt, sent: Model, path: Path) -> None:
+    """Raise MpuError unless the copy that was measured has the weights of the one that was ``sent``, and its tokenizer,
+    template and config."""
+    copy = receipt.copy
     if copy.weights != fingerprint(sent.checkpoint):
         raise MpuError(f"{path}: other weights were measured than those of the copy", "name the copy that was sent")
     if copy.surroundings != surroundings_of(sent):

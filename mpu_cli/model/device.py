@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.errors import MpuError, UsageError, first_line
 
 if TYPE_CHECKING:
     from accelerate import PartialState
@@ -86,11 +86,12 @@ def blaming(what: str) -> Iterator[None]:
         raise
     except BaseException as error:
         panicked = type(error).__name__ == "PanicException"  # of the tokenizers library; not an Exception
-        if not isinstance(error, Exception) and not panicked:
+        if not panicked and (not isinstance(error, Exception) or out_of_memory(error)):
             raise
-        if isinstance(error, Exception) and out_of_memory(error):
-            raise
-        raise MpuError(f"{what} ({first_line_of(error)})") from error
+        reason = first_line(error)
+        if reason.endswith(":"):  # what matters follows
+            reason = " ".join(str(error).split())[:LONGEST_LINE]
+        raise MpuError(f"{what} ({reason})") from error
 
 
 @contextmanager
@@ -101,7 +102,7 @@ def memory_in_mind(advice: str) -> Iterator[None]:
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
-        raise MpuError("out of memory", f"{advice}") from error
+        raise MpuError("out of memory", advice) from error
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -110,9 +111,3 @@ def out_of_memory(error: Exception) -> bool:
     signs = ("out of memory", "alloc_failed", "allocate memory")
     message = str(error).lower()
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or any(sign in message for sign in signs)
-
-
-def first_line_of(error: BaseException) -> str:
-    """The first line of what ``error`` says or, if that ends in a colon, all of it, up to LONGEST_LINE characters."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return " ".join(" ".join(lines).split())[:LONGEST_LINE] if lines[0].rstrip().endswith(":") else lines[0]

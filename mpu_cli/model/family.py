@@ -1,6 +1,6 @@
 """A model family as a table: tensors, sizes, and what may invalidate the table.
 
-The names of axes (``axes``) alone determine what a symmetry does, so a new family is a new table, not new code.
+The names of axes alone determine what a symmetry does, so a new family is a new table, not new code.
 """
 
 from __future__ import annotations
@@ -11,28 +11,33 @@ from typing import Any
 
 # The names of axes: what each of a tensor's axes counts.
 #
-# A tensor is a name plus what each of its axes counts. The axis names alone determine what a symmetry does, so a new
-# family is a new table, not new code.
-#
-# | axis | counts | |---|---| | model | the residual stream | | \|model\| | the residual stream where a norm's weight
-# scales it: permuted with it, but without sign changes | | ffn | neurons of the feed-forward layer | | gate, up | the
-# same neurons in a gated layer, before the product act(gate)·up | | s-ffn, s-gate, s-up | the same of a shared
-# expert, or of a second feed-forward layer | | e-ffn, e-gate, e-up | the same inside each expert of a mixture | |
-# expert | the experts of a mixture, in the router and in stacked tensors | | query | query heads × head size, the
-# coordinates of the query–key dot product | | key | KV heads × head size, the same coordinates | | value | KV heads ×
-# head size, the coordinates of values | | mixed | query heads × head size: values after attention, the input of the
-# output projection | | \|query\|, \|key\| | query and key where the weight of a norm over all heads scales them | |
-# \|head\| | the coordinates of one head where the weight of a norm, the same for all heads, scales them | | \|mixed\|
-# | mixed where a gate multiplies it, coordinate by coordinate: reordered along, without sign changes | | head | query
-# heads, one number each | | q-latent, kv-latent | the latents of latent attention (MLA); \|q-latent\|, \|kv-latent\|
-# where norms scale them | | mla-query, mla-key-value | query heads × (coordinates without and with RoPE), × (keys
-# without RoPE, values) | | mla-key, mla-mixed | the coordinates of keys with RoPE, which all heads share; query heads
-# × values | | ssm-head, ssm, ssm-state | heads of Mamba2, heads × head size, and groups × states (of B and of C) | |
-# delta-head, delta-value, delta-key | value heads of a delta net, × head size, and key heads × head size | |
-# \|delta\| | the coordinates of one value head, the same for all | | m-inner, m-state, m-rank | channels and states
-# of Mamba, and what its time steps are computed from | | vocab, position | rows of the embeddings | | channel | the
-# channels of embeddings of its own that a layer reads, which all layers order alike | | \|channel\| | the same where
-# they are gated, or a norm's weight scales them |
+# | axis | counts |
+# |---|---|
+# | model | the residual stream |
+# | \|model\| | the residual stream where a norm's weight scales it: permuted with it, but without sign changes |
+# | ffn | neurons of the feed-forward layer |
+# | gate, up | the same neurons in a gated layer, before the product act(gate)·up |
+# | s-ffn, s-gate, s-up | the same of a shared expert, or of a second feed-forward layer |
+# | e-ffn, e-gate, e-up | the same inside each expert of a mixture |
+# | expert | the experts of a mixture, in the router and in stacked tensors |
+# | query | query heads × head size, the coordinates of the query–key dot product |
+# | key | KV heads × head size, the same coordinates |
+# | value | KV heads × head size, the coordinates of values |
+# | mixed | query heads × head size: values after attention, the input of the output projection |
+# | \|query\|, \|key\| | query and key where the weight of a norm over all heads scales them |
+# | \|head\| | the coordinates of one head where the weight of a norm, the same for all heads, scales them |
+# | \|mixed\| | mixed where a gate multiplies it, coordinate by coordinate: reordered along, without sign changes |
+# | head | query heads, one number each |
+# | q-latent, kv-latent | the latents of latent attention (MLA); \|q-latent\|, \|kv-latent\| where norms scale them |
+# | mla-query, mla-key-value | query heads × (coordinates without and with RoPE), × (keys without RoPE, values) |
+# | mla-key, mla-mixed | the coordinates of keys with RoPE, which all heads share; query heads × values |
+# | ssm-head, ssm, ssm-state | heads of Mamba2, heads × head size, and groups × states (of B and of C) |
+# | delta-head, delta-value, delta-key | value heads of a delta net, × head size, and key heads × head size |
+# | \|delta\| | the coordinates of one value head, the same for all |
+# | m-inner, m-state, m-rank | channels and states of Mamba, and what its time steps are computed from |
+# | vocab, position | rows of the embeddings |
+# | channel | the channels of embeddings of its own that a layer reads, which all layers order alike |
+# | \|channel\| | the same where they are gated, or a norm's weight scales them |
 #
 # An axis of a tensor may hold several of these, fused: a tuple of names one after the other (GPT-2's ``c_attn``), or
 # ``Fused`` in chunks, each with its share of each name (GPT-NeoX: for each head its query, key and value), or one
@@ -263,14 +268,18 @@ def symmetries_of_layer(name: str, layer: Structure) -> tuple[Symmetry, ...]:
     if name == "none":
         return ()
     chosen = SYMMETRY_SETS[name]
-    if layer.latent:
-        attention = _latent_attention(chosen, layer, layer.latent)
-    elif not layer.attention:
-        attention = ()
-    else:
-        attention = _attention(chosen, layer)
-    ffns = tuple(ffn.permutation(chosen.signs) for ffn in layer.ffns)
-    return (*ffns, *attention, *_experts_and_states(chosen, layer))
+    symmetries: list[Symmetry] = [ffn.permutation(chosen.signs) for ffn in layer.ffns]
+    if layer.latent:  # queries, keys and values are computed from latents
+        if chosen.beyond_paper:
+            for axis in layer.latents:
+                symmetries.append(Permutation(axis, (axis, f"|{axis}|"), (axis,) if chosen.signs else ()))
+        symmetries.append(LatentHeads("attention", layer.latent, turns=chosen.quarter_turns, order=chosen.beyond_paper))
+    elif layer.attention:
+        symmetries += _attention(chosen, layer)
+    if chosen.beyond_paper:  # of the experts of a mixture, and of state spaces: orders only
+        symmetries += [ExpertPermutation(EXPERTS, layer.groups)] if layer.groups else []
+        symmetries += [*layer.grouped, *(Permutation(axis, (axis,)) for axis in layer.ordered)]
+    return tuple(symmetries)
 
 
 def _attention(chosen: SymmetrySet, layer: Structure) -> tuple[Symmetry, ...]:
@@ -292,23 +301,6 @@ def _attention(chosen: SymmetrySet, layer: Structure) -> tuple[Symmetry, ...]:
     if chosen.quarter_turns or layer.elementwise:
         values = QuarterTurns("vo", VO, None)
     return (qk, values, *heads)
-
-
-def _latent_attention(chosen: SymmetrySet, layer: Structure, planes: str) -> tuple[Symmetry, ...]:
-    """Of attention whose queries, keys and values are computed from latents."""
-    heads = LatentHeads("attention", planes, turns=chosen.quarter_turns, order=chosen.beyond_paper)
-    if not chosen.beyond_paper:
-        return (heads,)
-    latents = (Permutation(axis, (axis, f"|{axis}|"), (axis,) if chosen.signs else ()) for axis in layer.latents)
-    return (*latents, heads)
-
-
-def _experts_and_states(chosen: SymmetrySet, layer: Structure) -> tuple[Symmetry, ...]:
-    """Of the experts of a mixture, and of state spaces: orders only."""
-    if not chosen.beyond_paper:
-        return ()
-    experts = (ExpertPermutation(EXPERTS, layer.groups),) if layer.groups else ()
-    return (*experts, *layer.grouped, *(Permutation(axis, (axis,)) for axis in layer.ordered))
 
 
 def symmetries_of_model(name: str, rms_norm: bool, channels: bool = False) -> tuple[Symmetry, ...]:
@@ -360,13 +352,13 @@ class Tensor:
 class Family:
     """A model family as a table.
 
-    ``sizes`` maps the names of sizes to their ``Sizes``, ``layer_sizes`` those that differ between layers;
-    ``defaults`` are the values that transformers assumes for
-    missing entries. ``unless`` lists config entries that can invalidate the table, each with the value for which the
-    table holds. ``layer`` is the prefix of a layer's tensors; ``prefix`` may be missing from all names (a checkpoint of
-    the bare model). ``heads`` are names of the output layer, of which files hold one. ``buffers`` are name suffixes of
-    constants, which are not parameters; ``dead`` are patterns of tensors that the model does not use and that must not
-    be copied as they are. ``transposed``: whether linear layers store (inputs, outputs), as Conv1D does.
+    ``sizes`` maps the names of sizes to their ``Sizes``, ``layer_sizes`` those that differ between layers; ``defaults``
+    are the values that transformers assumes for missing entries. ``unless`` lists config entries that can invalidate
+    the table, each with the value for which the table holds. ``layer`` is the prefix of a layer's tensors; ``prefix``
+    may be missing from all names (a checkpoint of the bare model). ``heads`` are names of the output layer, of which
+    files hold one. ``buffers`` are name suffixes of constants, which are not parameters; ``dead`` are patterns of
+    tensors that the model does not use and that must not be copied as they are. ``transposed``: whether linear layers
+    store (inputs, outputs), as Conv1D does.
 
     Of a wrapper around a language model, ``text_config`` is the config entry that describes that model,
     ``frozen_prefixes`` are prefixes of what is not part of it and is neither changed nor trained. ``renamed`` are
@@ -374,9 +366,9 @@ class Family:
     "outer", "text" or either, and ``text_tied`` whether that of a text which does not say does.
 
     Symmetries follow from the rest: ``planes``, ``rotary`` (a rule for how many coordinates of a head RoPE turns in a
-    layer; None: all), ``movable_heads``, ``gated`` (whether nothing is added to up), ``rms_norm``,
-    ``reads`` and ``latent`` (rules for those of ``Structure``); the axes of a layer's tensors say the rest. ``note`` is
-    for the list of families.
+    layer; None: all), ``movable_heads``, ``gated`` (whether nothing is added to up), ``rms_norm``, ``reads`` and
+    ``latent`` (rules for those of ``Structure``); the axes of a layer's tensors say the rest. ``note`` is for the list
+    of families.
     """
 
     model_types: tuple[str, ...]

@@ -34,7 +34,7 @@ from mpu_cli.model.family import (
     symmetries_of_model,
     variants_of,
 )
-from mpu_cli.model.wrappers import REFUSED, family_of, supported_families
+from mpu_cli.model.wrappers import HEAD, REFUSED, family_of, supported_families
 
 # What a config says of a model: its family, its sizes, and what decides the symmetries of each layer.
 
@@ -126,11 +126,6 @@ def supported_family(config: Mapping[str, object], where: str) -> Family:
         if actual != value:
             raise MpuError(f"{where}: {model_type} with {key} = {actual!r} is not supported (only {value!r})")
     return family
-
-
-def named_as(family: Family, tensors: Collection[str]) -> Family:
-    """``family`` by the names in these files: those that files usually have, or those of the model in memory."""
-    return max(variants_of(family), key=lambda variant: sum(tensor.name in tensors for tensor in variant.tensors))
 
 
 def sizes_of_model(family: Family, config: Config, where: str) -> dict[str, int]:
@@ -311,7 +306,6 @@ def pieces_of(family: Family, name: str, shape: Sequence[int]) -> list[Piece]:
 
 
 EMBEDDING = (("vocab",), ("channel-vocab",), ("position",))  # axes of the rows of embeddings, and of the output head
-HEAD = "lm_head.weight"  # the output layer's name in memory
 
 
 def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], where: str) -> Layout:
@@ -320,7 +314,9 @@ def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], w
     Raises MpuError if the architecture is not supported or the config does not describe these tensors. ``where``
     names the model in error messages.
     """
-    family = named_as(supported_family(config, where), tensors)
+    # By the names in these files: those that files usually have, or those of the model in memory.
+    variants = variants_of(supported_family(config, where))
+    family = max(variants, key=lambda variant: sum(tensor.name in tensors for tensor in variant.tensors))
     try:
         return _layout(family, tensors, config, where)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # a config may hold anything
@@ -545,9 +541,7 @@ def without_layers(layout: Layout, omitted: Sequence[int]) -> Shallow:
         if tensor.block != name:  # the layer, which is called as its prefix is, without the dot
             block = (new.get(old, "") + f"{tensor.block}.".removeprefix(old)).removesuffix(".")
         layer = None if tensor.layer is None else remaining_layers.index(tensor.layer)
-        tensors[new_name] = replace(
-            tensor, name=new_name, block=new_name if tensor.block == name else block, layer=layer
-        )
+        tensors[new_name] = replace(tensor, name=new_name, block=block, layer=layer)
     shallow = replace(
         layout,
         sizes={**layout.sizes, "layers": len(remaining_layers)},

@@ -105,11 +105,6 @@ def skeleton(model: Model) -> PreTrainedModel:
         return _skeleton(folder, model.checkpoint)
 
 
-def described_size(config: PretrainedConfig) -> int:
-    """How many weights a model has that ``config`` describes; none is made."""
-    return sum(parameter.numel() for parameter in _without_data(config).parameters())
-
-
 def _skeleton(folder: Path, checkpoint: Checkpoint) -> PreTrainedModel:
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     model = _without_data(config)
@@ -119,9 +114,9 @@ def _skeleton(folder: Path, checkpoint: Checkpoint) -> PreTrainedModel:
     return model
 
 
-def _without_data(config: PretrainedConfig) -> PreTrainedModel:
+def _without_data(config: PretrainedConfig, **ways: Any) -> PreTrainedModel:
     with torch.device("meta"):
-        return build(config)
+        return build(config, **ways)
 
 
 def _untie(config: PretrainedConfig) -> None:
@@ -146,23 +141,23 @@ def _experts(config: PretrainedConfig, dtype: torch.dtype) -> str:
     return "grouped_mm" if grouped and dtype != torch.float64 else "eager"  # torch's grouped product knows no float64
 
 
+def is_sharded() -> bool:
+    """Whether accelerate's settings split the weights over processes."""
+    return parse_flag_from_env("ACCELERATE_USE_FSDP")
+
+
 def load_once_per_host() -> None:
     """Let ``load`` read weights in the first process of a host only, where the others receive theirs from it.
 
     Those get a model of memory that nothing was written to. Accelerate distributes the weights.
     """
-    if parse_flag_from_env("ACCELERATE_USE_FSDP"):
+    if is_sharded():
         os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "true"
 
 
 def has_weights() -> bool:
     """Whether this process's model has weights, or receives them from the first process once it trains."""
     return not is_sharded() or PartialState().is_main_process
-
-
-def is_sharded() -> bool:
-    """Whether accelerate's settings split the weights over processes."""
-    return parse_flag_from_env("ACCELERATE_USE_FSDP")
 
 
 def load(
@@ -187,14 +182,10 @@ def load(
         with blaming(f"{source.source}: transformers cannot load it"):
             bare = _skeleton(folder, source.checkpoint)
             check_size(bare, source)
-            quantization_kwargs = (
-                {"quantization_config": in_4_bits(bare, dtype), "device_map": {"": str(torch_device)}}
-                if quantize
-                else {}
-            )
-            model, tokenizer, info = _load(
-                folder, dtype, attention, quantization_kwargs, tied=bool(bare.all_tied_weights_keys)
-            )
+            ways: dict[str, Any] = {}
+            if quantize:
+                ways = {"quantization_config": in_4_bits(bare, dtype), "device_map": {"": str(torch_device)}}
+            model, tokenizer, info = _load(folder, dtype, attention, ways, tied=bool(bare.all_tied_weights_keys))
         if made_up := {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}:
             raise MpuError(f"{source.source}: the weights do not match config.json ({quoted_list(made_up)})")
         if has_weights():
@@ -210,8 +201,11 @@ def load(
     if has_weights():
         model.to(torch_device)
     model.tie_weights()  # on some devices, torch makes new parameters of both
-    if is_sharded():
-        _share_buffers(model, torch_device)
+    if is_sharded():  # all processes get the first one's buffers, which no file holds
+        for module in model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(torch_device))
+                broadcast(getattr(module, name), from_process=0)
     return model, tokenizer
 
 
@@ -236,8 +230,7 @@ def _load(
             trust_remote_code=False, **ways,
         )  # fmt: skip
         return model, tokenizer, info
-    with torch.device("meta"):
-        model = build(config, **ways)
+    model = _without_data(config, **ways)
     model.to_empty(device="cpu")  # memory that the system gives no pages to until something is written
     return model, tokenizer, {"missing_keys": (), "mismatched_keys": ()}
 
@@ -290,14 +283,6 @@ def _is_of(view: torch.Tensor, file_tensor: torch.Tensor, draw: torch.Generator)
     places = torch.randint(file_tensor.numel(), (min(SAMPLED_ELEMENTS, file_tensor.numel()),), generator=draw)
     flat, loaded = file_tensor.reshape(-1)[places], view.detach().reshape(-1)[places.to(view.device)].cpu()
     return torch.equal(flat.to(view.dtype).nan_to_num(), loaded.nan_to_num())
-
-
-def _share_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Give all processes the first one's buffers, which no file holds."""
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
-            broadcast(getattr(module, name), from_process=0)
 
 
 # What a model can read.

@@ -15,17 +15,7 @@ import transformers
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForImageTextToText,
-    AutoTokenizer,
-    PretrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import sdpa_attention
 
 from mpu_cli.errors import MpuError
@@ -37,14 +27,14 @@ from mpu_cli.records.read import read_records
 def network_of(config: PretrainedConfig) -> Any:
     """The class with all of the model's tensors. Of a wrapper around a language model, the causal one may have the
     language model's only, or not exist."""
-    reads_images = type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+    reads_images = type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return transformers.AutoModelForImageTextToText if reads_images else transformers.AutoModelForCausalLM
 
 
 def concrete(config: PretrainedConfig) -> Any:
     """The model's own class; None if transformers has none."""
-    images = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
-    return images or MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    images = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING.get(type(config), None)
+    return images or transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
 def build(config: PretrainedConfig, **ways: Any) -> PreTrainedModel:
@@ -54,7 +44,8 @@ def build(config: PretrainedConfig, **ways: Any) -> PreTrainedModel:
 
 def config_of(entries: Mapping[str, Any]) -> PretrainedConfig:
     """transformers' config of these entries of a config.json, without the dtype."""
-    return AutoConfig.for_model(**{name: value for name, value in entries.items() if name not in DTYPE_ENTRIES})
+    without_dtype = {name: value for name, value in entries.items() if name not in DTYPE_ENTRIES}
+    return transformers.AutoConfig.for_model(**without_dtype)
 
 
 def parts_of(config: PretrainedConfig) -> Iterator[PretrainedConfig]:
@@ -94,38 +85,31 @@ def output_of_layer(model: torch.nn.Module, layer: int | None) -> Iterator[list[
             return (states.detach(), *inputs[1:]), named
         return inputs, named | {"hidden_states": states.detach()}
 
-    hook = decoder_layers(model)[layer + 1].register_forward_pre_hook(keep, with_kwargs=True)
-    try:
+    with decoder_layers(model)[layer + 1].register_forward_pre_hook(keep, with_kwargs=True):
         yield layer_outputs
-    finally:
-        hook.remove()
 
 
 # Attention on accelerators: which of torch's kernels transformers' call leads to.
 
 HALVES = (torch.float16, torch.bfloat16)
-GroupsOf = Callable[..., bool]
 
 
-def _only_where_fast(original: GroupsOf) -> GroupsOf:
-    """Whether keys and values may stay one for several query heads, as ``original`` says, and fast kernels take them
-    so.
+def repeat_keys_where_faster() -> None:
+    """Replace, once, transformers' decision whether keys and values may stay one for several query heads: only where
+    fast kernels take them so.
 
     Outside of half precision only CUDA's kernel that keeps all attention scores does: 15.6 instead of 7.0 GB a record
     of 2,048 tokens at 1B. So they are repeated there.
     """
+    original = sdpa_attention.use_gqa_in_sdpa
+    if hasattr(original, "__wrapped__"):
+        return
 
     @wraps(original)
     def use_gqa(attention_mask: torch.Tensor | None, key: torch.Tensor, *args: torch.Tensor) -> bool:
         return original(attention_mask, key, *args) and (key.device.type == "cpu" or key.dtype in HALVES)
 
-    return use_gqa
-
-
-def repeat_keys_where_faster() -> None:
-    """Replace transformers' own decision, once."""
-    if not hasattr(sdpa_attention.use_gqa_in_sdpa, "__wrapped__"):
-        sdpa_attention.use_gqa_in_sdpa = _only_where_fast(sdpa_attention.use_gqa_in_sdpa)
+    sdpa_attention.use_gqa_in_sdpa = use_gqa
 
 
 # Whether the small files that copies get tokenise as all of the model's own do.
@@ -304,8 +288,10 @@ def separate_head(model: PreTrainedModel) -> Head | None:
     Some models cap or scale their logits after the head, which shows if the head's output is made large. Weights that
     are split over processes are not tried: they are whole only within a pass of the model.
     """
+    from torch.distributed.tensor import DTensor
+
     head = model.get_output_embeddings()
-    if head is None or any(_is_shard(parameter) for parameter in head.parameters()):
+    if head is None or any(isinstance(parameter, DTensor) for parameter in head.parameters()):
         return None
     large: list[torch.Tensor] = []
 
@@ -313,11 +299,8 @@ def separate_head(model: PreTrainedModel) -> Head | None:
         large[:] = [output * CAPPED_FACTOR]
         return large[0]
 
-    hook = head.register_forward_hook(inflate)
-    try:
+    with head.register_forward_hook(inflate):
         logits = model(input_ids=torch.arange(4, device=model.device)[None], use_cache=False).logits
-    finally:
-        hook.remove()
     head_is_last = large and large[0].shape == logits.shape and torch.equal(large[0].to(logits.dtype), logits)
     return head if head_is_last else None
 
@@ -338,17 +321,8 @@ def input_of(head: Head | None) -> Iterator[list[torch.Tensor]]:
         head_inputs[:] = inputs
         return (inputs[0][:, :1],)
 
-    hook = head.register_forward_pre_hook(keep)
-    try:
+    with head.register_forward_pre_hook(keep):
         yield head_inputs
-    finally:
-        hook.remove()
-
-
-def _is_shard(parameter: torch.Tensor) -> bool:
-    from torch.distributed.tensor import DTensor
-
-    return isinstance(parameter, DTensor)
 
 
 # How likely a model makes the answers of records: the measure that commands report before and after what they do.

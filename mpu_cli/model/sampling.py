@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import singledispatchmethod
 
 import torch
 
@@ -80,17 +79,13 @@ def map_columns(x: torch.Tensor, axis: AxisMap, *, inverse: bool = False) -> tor
         order, signs = (axis.places, axis.signs) if inverse else (axis.order, axis.signs[axis.order])
         return x.index_select(1, order).mul_(signs.to(x.dtype))
     if inverse:
-        return _turn_columns(x.index_select(1, axis.places), axis, inverse=True)
-    return _turn_columns(x, axis, inverse=False).index_select(1, axis.order)
-
-
-def _turn_columns(x: torch.Tensor, axis: AxisMap, *, inverse: bool) -> torch.Tensor:
-    if axis.rotation is None:
-        return x
-    rotation = axis.rotation.to(x.dtype)
-    heads = x.view(len(x), -1, axis.unit).transpose(0, 1)
-    turned = torch.bmm(heads, rotation if inverse else rotation.mT)  # a row times Rᵀ applies R to its coordinates
-    return turned.transpose(0, 1).reshape(x.shape)
+        x = x.index_select(1, axis.places)
+    if axis.rotation is not None:
+        rotation = axis.rotation.to(x.dtype)
+        heads = x.view(len(x), -1, axis.unit).transpose(0, 1)
+        turned = torch.bmm(heads, rotation if inverse else rotation.mT)  # a row times Rᵀ applies R to its coordinates
+        x = turned.transpose(0, 1).reshape(x.shape)
+    return x if inverse else x.index_select(1, axis.order)
 
 
 def joined_axis_map(parts: Sequence[AxisMap | None], lengths: Sequence[int], chunks: int = 1) -> AxisMap | None:
@@ -114,11 +109,15 @@ def joined_axis_map(parts: Sequence[AxisMap | None], lengths: Sequence[int], chu
         rotations.append(eye if part.rotation is None else part.rotation)
         signs.append(torch.ones(length) if part.signs is None else part.signs)
         offset += length
-    signed = any(part.signs is not None for part in part_maps)
-    together = AxisMap(
-        torch.cat(orders), torch.cat(rotations) if unit > 1 else None, torch.cat(signs) if signed else None
-    )
-    return together if chunks == 1 else _in_chunks(together, coordinates(lengths, chunks))
+    order = torch.cat(orders)
+    rotation = torch.cat(rotations) if unit > 1 else None
+    joined_signs = torch.cat(signs) if any(part.signs is not None for part in part_maps) else None
+    if chunks > 1:
+        places = coordinates(lengths, chunks)
+        order = AxisMap(places).places[order[places]]
+        rotation = None if rotation is None else rotation[places[::unit] // unit]  # rotated heads lie in one piece
+        joined_signs = None if joined_signs is None else joined_signs[places]
+    return AxisMap(order, rotation, joined_signs)
 
 
 MOST_IN_A_BLOCK = 8192  # coordinates, whose matrix takes 512 MB
@@ -151,26 +150,13 @@ def coordinates(lengths: Sequence[int], chunks: int) -> torch.Tensor:
     return torch.cat(parts, 1).flatten()
 
 
-def _in_chunks(axis: AxisMap, places: torch.Tensor) -> AxisMap:
-    """``axis`` for coordinates that lie at ``places`` of it. Heads that it rotates lie in one piece."""
-    inverse = torch.empty_like(places)
-    inverse[places] = torch.arange(len(places))
-    rotation = None if axis.rotation is None else axis.rotation[places[:: axis.unit] // axis.unit]
-    return AxisMap(inverse[axis.order[places]], rotation, None if axis.signs is None else axis.signs[places])
-
-
 def in_blocks(maps: Sequence[AxisMap | None], rows: int, order: torch.Tensor | None) -> AxisMap | None:
     """The map of blocks of ``rows`` coordinates, each with its own map, that change places by ``order``."""
-    if order is None and all(each is None for each in maps):
-        return None
-    block_maps = [AxisMap(torch.arange(rows)) if each is None else each for each in maps]
-    order = torch.arange(len(maps)) if order is None else order
-    signed = any(each.signs is not None for each in block_maps)
-    return AxisMap(
-        torch.cat([block * rows + block_maps[block].order for block in order.tolist()]),
-        None,
-        torch.cat([torch.ones(rows) if each.signs is None else each.signs for each in block_maps]) if signed else None,
-    )
+    inside = joined_axis_map(maps, [rows] * len(maps))
+    if order is None:
+        return inside
+    moved = whole_heads(order, rows)
+    return AxisMap(moved) if inside is None else AxisMap(inside.order[moved], signs=inside.signs)
 
 
 OF_AXIS = {"query": OF_QUERIES, "key": OF_KEYS, "mixed": OF_MIXED}  # weights of a norm, which have no signs
@@ -221,59 +207,51 @@ class _Sampler:
             }
         )
 
-    @singledispatchmethod
-    def draw(self, symmetry: Symmetry, source: Stream) -> None:  # noqa: ARG002
+    def draw(self, symmetry: Symmetry, source: Stream) -> None:
         """Draw ``symmetry``, and keep what it does to its axes."""
-        raise TypeError(f"{symmetry}: no symmetry")
+        heads, kv_heads, d = self._sizes["heads"], self._sizes["kv_heads"], self._sizes["head_dim"]
+        match symmetry:
+            case Permutation(per_expert=True):
+                n = self._length(symmetry.axes[0])
+                self._inside_experts |= _inside_experts(symmetry, source, n, self._sizes["experts"])
+            case Permutation():
+                n = self._length(symmetry.axes[0])
+                self._orders |= dict.fromkeys(symmetry.axes, source.permutation(n))
+                if symmetry.signed:
+                    self._signs |= dict.fromkeys(symmetry.signed, _signs(source, n))
+            case Rotation():
+                matrices = _rotations(source, kv_heads, d, symmetry)
+                for axis in symmetry.axes:
+                    self._rotations[axis] = matrices.repeat_interleave(self._per_kv_head(axis), dim=0)
+            case QuarterTurns():
+                within, changed = _quarter_turns(source, kv_heads, d, symmetry)
+                for axis in symmetry.axes:
+                    inside = within.repeat_interleave(self._per_kv_head(axis), dim=0)
+                    self._orders[axis] = (inside + d * torch.arange(len(inside))[:, None]).flatten()
+                    self._signs[axis] = changed.repeat_interleave(self._per_kv_head(axis), dim=0).flatten()
+                if symmetry.norm == "shared":
+                    self._orders[OF_HEAD] = within[0]
+                if "mixed" in symmetry.axes:
+                    self._orders[OF_MIXED] = self._orders["mixed"]
+                if symmetry.norm == "whole":
+                    self._orders |= {OF_QUERIES: self._orders["query"], OF_KEYS: self._orders["key"]}
+            case HeadPermutation():
+                kv_order = source.permutation(kv_heads)
+                query_order = _within_groups(source, kv_order, heads // kv_heads)
+                self._heads |= {"query": query_order, "mixed": query_order, "key": kv_order, "value": kv_order}
+            case ExpertPermutation():
+                each = self._sizes["experts"] // symmetry.groups
+                # The members' orders are drawn first, unlike in _within_groups.
+                among = torch.stack([source.permutation(each) for _ in range(symmetry.groups)])
+                self._orders["expert"] = (source.permutation(symmetry.groups)[:, None] * each + among).flatten()
+            case LatentHeads():
+                self._draw_latent_heads(symmetry, source)
+            case GroupedHeads():
+                self._draw_grouped_heads(symmetry, source)
+            case _:
+                raise TypeError(f"{symmetry}: no symmetry")
 
-    @draw.register
-    def _(self, symmetry: Permutation, source: Stream) -> None:
-        n = self._length(symmetry.axes[0])
-        if symmetry.per_expert:
-            self._inside_experts |= _inside_experts(symmetry, source, n, self._sizes["experts"])
-            return
-        self._orders |= dict.fromkeys(symmetry.axes, source.permutation(n))
-        if symmetry.signed:
-            self._signs |= dict.fromkeys(symmetry.signed, _signs(source, n))
-
-    @draw.register
-    def _(self, symmetry: Rotation, source: Stream) -> None:
-        matrices = _rotations(source, self._sizes["kv_heads"], self._sizes["head_dim"], symmetry)
-        for axis in symmetry.axes:
-            self._rotations[axis] = matrices.repeat_interleave(self._per_kv_head(axis), dim=0)
-
-    @draw.register
-    def _(self, symmetry: QuarterTurns, source: Stream) -> None:
-        d = self._sizes["head_dim"]
-        within, changed = _quarter_turns(source, self._sizes["kv_heads"], d, symmetry)
-        for axis in symmetry.axes:
-            inside = within.repeat_interleave(self._per_kv_head(axis), dim=0)
-            self._orders[axis] = (inside + d * torch.arange(len(inside))[:, None]).flatten()
-            self._signs[axis] = changed.repeat_interleave(self._per_kv_head(axis), dim=0).flatten()
-        if symmetry.norm == "shared":
-            self._orders[OF_HEAD] = within[0]
-        if "mixed" in symmetry.axes:
-            self._orders[OF_MIXED] = self._orders["mixed"]
-        if symmetry.norm == "whole":
-            self._orders |= {OF_QUERIES: self._orders["query"], OF_KEYS: self._orders["key"]}
-
-    @draw.register
-    def _(self, symmetry: HeadPermutation, source: Stream) -> None:  # noqa: ARG002 (its type decides)
-        kv_heads = self._sizes["kv_heads"]
-        group = self._sizes["heads"] // kv_heads
-        kv_order = source.permutation(kv_heads)
-        among = torch.stack([source.permutation(group) for _ in range(kv_heads)])
-        query_order = (kv_order[:, None] * group + among).flatten()
-        self._heads |= {"query": query_order, "mixed": query_order, "key": kv_order, "value": kv_order}
-
-    @draw.register
-    def _(self, symmetry: ExpertPermutation, source: Stream) -> None:
-        each = self._sizes["experts"] // symmetry.groups
-        among = torch.stack([source.permutation(each) for _ in range(symmetry.groups)])
-        self._orders["expert"] = (source.permutation(symmetry.groups)[:, None] * each + among).flatten()
-
-    @draw.register
-    def _(self, symmetry: LatentHeads, source: Stream) -> None:
+    def _draw_latent_heads(self, symmetry: LatentHeads, source: Stream) -> None:
         heads = self._sizes["heads"]
         free, turned, values = (self._sizes[name] for name in ("mla-free", "mla-key", "mla-value"))
         kinds = [("free", heads, free, None), ("turned", 1, turned, symmetry.planes), ("values", heads, values, None)]
@@ -296,13 +274,11 @@ class _Sampler:
             moved = whole_heads(order if len(each) == heads else torch.arange(1), each.shape[-1])
             self._complete_maps[axis] = as_signs(each, moved) if symmetry.turns else AxisMap(moved, each)
 
-    @draw.register
-    def _(self, symmetry: GroupedHeads, source: Stream) -> None:
+    def _draw_grouped_heads(self, symmetry: GroupedHeads, source: Stream) -> None:
         groups, heads = self._sizes[symmetry.groups], self._length(symmetry.per_head)
         width, count = self._length(symmetry.inner) // heads, self._length(symmetry.of_group) // groups
         order = source.permutation(groups)
-        among = torch.stack([source.permutation(heads // groups) for _ in range(groups)])
-        head_order = (order[:, None] * (heads // groups) + among).flatten()
+        head_order = _within_groups(source, order, heads // groups)
         alike = symmetry.common is not None
         inside = torch.stack([source.permutation(width) for _ in range(1 if alike else heads)]).expand(heads, -1)
         of_group = torch.stack([source.permutation(count) for _ in range(groups)])
@@ -317,6 +293,12 @@ class _Sampler:
 
     def _per_kv_head(self, axis: str) -> int:
         return self._length(axis) // self._sizes["head_dim"] // self._sizes["kv_heads"]
+
+
+def _within_groups(source: Stream, order: torch.Tensor, size: int) -> torch.Tensor:
+    """The order of the members of groups of ``size`` that are put in ``order``, each in an order of its own."""
+    among = torch.stack([source.permutation(size) for _ in range(len(order))])
+    return (order[:, None] * size + among).flatten()
 
 
 def _inside_experts(symmetry: Permutation, source: Stream, n: int, experts: int) -> dict[str, tuple[AxisMap, ...]]:

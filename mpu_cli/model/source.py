@@ -120,12 +120,9 @@ def locate(source: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
+    patterns = ["*.safetensors", "*.safetensors.index.json", *RESULT_FILES, *SIDE_FILES]
     try:
-        return Path(
-            snapshot_download(
-                name, allow_patterns=["*.safetensors", "*.safetensors.index.json", *RESULT_FILES, *SIDE_FILES]
-            )
-        )
+        return Path(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise MpuError(
             f"{source}: not a local path, and the download from the Hub failed ({first_line(error)})"
@@ -160,20 +157,15 @@ def open_model(source: str, config: Path | None = None, *, links: bool = True) -
             f"{folder}: holds the weights of a model and a peft adapter, which transformers would add to them",
             f"merge them with peft (merge_and_unload), or pass {checkpoint.path} for the model without the adapter",
         )
-    _check_unwrapped(checkpoint)
-    config_links = links or config is not None
-    entries = with_numbers(read_json_object(config_path, links=config_links))
-    return Model(source, checkpoint, entries, config_path, folder, links=links)
-
-
-def _check_unwrapped(checkpoint: Checkpoint) -> None:
-    """Raises MpuError if every name begins as those of a wrapped model do: transformers would find none of them."""
-    for prefix, saved in WRAPPED.items():
+    for prefix, saved in WRAPPED.items():  # transformers would find none of these tensors
         if checkpoint.tensors and all(name.startswith(prefix) for name in checkpoint.tensors):
             raise MpuError(
                 f"{checkpoint.path}: the name of every tensor begins with {prefix}, which no model's does",
                 f"save it with {saved}",
             )
+    config_links = links or config is not None
+    entries = with_numbers(read_json_object(config_path, links=config_links))
+    return Model(source, checkpoint, entries, config_path, folder, links=links)
 
 
 def with_numbers(value: Any, depth: int = 0) -> Any:
@@ -236,7 +228,8 @@ def carry_small_files(model: Model, folder: Path, dtype: str | None = None) -> l
     behind = []
     for name in _beside(model):
         path = model.folder / name
-        if _is_one_of(name, RESULT_FILES) and _is_public(path):
+        small = path.stat().st_size <= LARGEST_TOKENIZER
+        if _is_one_of(name, RESULT_FILES) and small and _SECRET not in path.read_bytes():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_bytes(read_bounded(path, LARGEST_TOKENIZER, links=model.links))
         else:
@@ -267,10 +260,6 @@ def _beside(model: Model) -> list[PurePath]:
 
 def _is_one_of(name: PurePath, patterns: Iterable[str]) -> bool:
     return any(len(name.parts) == len(PurePath(pattern).parts) and name.match(pattern) for pattern in patterns)
-
-
-def _is_public(path: Path) -> bool:
-    return path.stat().st_size <= LARGEST_TOKENIZER and _SECRET not in path.read_bytes()
 
 
 def _word_of_most(specs: TensorSpecs) -> str:

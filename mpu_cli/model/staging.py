@@ -46,6 +46,8 @@ _LAYERS = (
 MAX_LAYERS = 1_000  # known models have at most 126
 _LONGEST_CONTEXT = 1 << 26  # positions; some models make tables of them
 MOST_PARTS = 50  # of a config: text, images, sound, …
+# What is in the names of settings for files, repositories, code or ways to compute, whatever class has them.
+_HARMFUL = ("implementation", "path", "quantization", "auto_map", "weights", "kernel", "backbone_kwargs", "use_timm")
 # What is done with the entries of a LoRA adapter's config. Plain values that peft gets as they are:
 _LORA = (
     "peft_type", "task_type", "lora_alpha", "bias", "fan_in_fan_out", "use_rslora", "use_dora", "lora_bias",
@@ -75,7 +77,13 @@ def staged_model(model: Model) -> Iterator[Path]:
     """
     with private_scratch() as folder:
         _write(folder / "config.json", config_for_libraries(model))
-        stage_tokenizer(model, folder)
+        for path in model.side_files:  # the JSON among them with what is known of it only
+            if clean := JSON_FILES.get(path.name):
+                _write(folder / path.name, clean(read_json_object(path, LARGEST_JSON, links=model.links)))
+                continue
+            limit = LONGEST_TEMPLATE if path.suffix == ".jinja" else LARGEST_TOKENIZER
+            with open_regular(path, links=model.links) as file:
+                copy_bounded(file, folder / path.name, limit)
         _link_weights(model.checkpoint, folder)
         yield folder
 
@@ -93,17 +101,6 @@ def config_for_libraries(model: Model) -> dict[str, object]:
         if value > limit and (name in _LAYERS or "position" in name or name == "n_ctx"):
             raise MpuError(f"{model.config_path}: {name} is {value:,}, more than these weights can have")
     return cleaned
-
-
-def stage_tokenizer(model: Model, folder: Path) -> None:
-    """Put the small files of ``model`` into ``folder``, the JSON among them with what is known of it only."""
-    for path in model.side_files:
-        if clean := JSON_FILES.get(path.name):
-            _write(folder / path.name, clean(read_json_object(path, LARGEST_JSON, links=model.links)))
-            continue
-        limit = LONGEST_TEMPLATE if path.suffix == ".jinja" else LARGEST_TOKENIZER
-        with open_regular(path, links=model.links) as file:
-            copy_bounded(file, folder / path.name, limit)
 
 
 @contextmanager
@@ -258,13 +255,8 @@ def fields_of(config: Mapping[str, object]) -> set[str]:
         if each is CONFIG_MAPPING[kind]:  # a part of any class names its own
             parts = [part.get("model_type") for part in map(config.get, each.sub_configs) if isinstance(part, dict)]
             classes += [CONFIG_MAPPING[part] for part in parts if isinstance(part, str) and part in CONFIG_MAPPING]
-    return {name for name in names if not name.startswith("_") and not _harmful(name)}
-
-
-def _harmful(name: str) -> bool:
-    """Whether a setting names files, repositories, code or ways to compute, whatever class has it."""
-    signs = ("implementation", "path", "quantization", "auto_map", "weights", "kernel", "backbone_kwargs", "use_timm")
-    return any(sign in name for sign in signs) and name != "scale_attn_weights"
+    harmful = {name for name in names if any(sign in name for sign in _HARMFUL)} - {"scale_attn_weights"}
+    return {name for name in names - harmful if not name.startswith("_")}
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
@@ -306,9 +298,8 @@ def add_delta(model: PreTrainedModel, source: Model, delta: Checkpoint) -> None:
             change = delta.tensor(stored).to(view.device)
             unmatched_names.pop(stored)
         elif stored + LEFT_FACTOR in delta.tensors and stored + RIGHT_FACTOR in delta.tensors:
-            change = delta.tensor(stored + LEFT_FACTOR).to(view.device) @ delta.tensor(stored + RIGHT_FACTOR).to(
-                view.device
-            )
+            left, right = (delta.tensor(stored + end).to(view.device) for end in (LEFT_FACTOR, RIGHT_FACTOR))
+            change = left @ right
             unmatched_names.pop(stored + LEFT_FACTOR)
             unmatched_names.pop(stored + RIGHT_FACTOR)
         else:

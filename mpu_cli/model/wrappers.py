@@ -20,7 +20,7 @@ from mpu_cli.model.families.parts import linear
 from mpu_cli.model.family import Config, Family, Rule, Sizes, Tensor
 
 TEXT = "model."  # what the language model's names begin with where it is alone
-HEAD = "lm_head.weight"
+HEAD = "lm_head.weight"  # the output layer's name in memory
 
 
 @dataclass(frozen=True)
@@ -74,10 +74,6 @@ class Wrapper:
     def families(self) -> Mapping[str, Family]:
         """The table for each of ``texts``."""
         return {name: self.around(text) for name, text in self.texts.items()}
-
-    def family(self, text_type: object) -> Family | None:
-        """The table for a text of this type; None if there is none."""
-        return self.families.get(str(text_type or self.default or next(iter(self.texts))))
 
 
 def part(config_name: str, *names: str) -> Rule:
@@ -275,7 +271,7 @@ REFUSED = {
 def family_of(model_type: object, text_type: object = None) -> Family | None:
     """The table of a model with this ``model_type`` and, of a wrapper, of the text's config; None if there is none."""
     if wrapper := WRAPPERS.get(str(model_type)):
-        return wrapper.family(text_type)
+        return wrapper.families.get(str(text_type or wrapper.default or next(iter(wrapper.texts))))
     return FAMILIES.get(str(model_type))
 
 

@@ -11,7 +11,6 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -36,7 +35,7 @@ from mpu_cli.model.source import Model, carry_small_files, model_specs, write_js
 from mpu_cli.model.transform import TensorMap, as_matrix, measured_slices, row_slices
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.publishing import RESTORE, Aggregating
-from mpu_cli.protocol.deltas import Change, Delta, LowRank, Undoing, check_base, check_finite, check_norms, outliers_of
+from mpu_cli.protocol.deltas import Delta, LowRank, Undoing, check_base, check_finite, check_norms, outliers_of
 from mpu_cli.protocol.register import PLANTED, Draws, Fingerprints, products_with, take_out
 from mpu_cli.protocol.round import (
     AggregatePlan,
@@ -138,17 +137,6 @@ class Written:
     planted: tuple[float, ...]
 
 
-class _AllChanges:
-    """The changes of all owners' deltas in the base's coordinates, one owner's after the other's."""
-
-    def __init__(self, undoings: Sequence[Undoing]):
-        self._undoings = undoings
-        self.deltas: Sequence[Delta] = [delta for undoing in undoings for delta in undoing.deltas]
-
-    def changes(self, tensor: TensorLayout) -> Sequence[Change | None]:
-        return [change for undoing in self._undoings for change in undoing.changes(tensor)]
-
-
 def aggregate(plan: AggregatePlan, *, observer: Observer = SILENT) -> Aggregation:
     """Write θ + η·Δ̄ of a round with one data owner, as ``aggregate_owners``."""
     [update] = aggregate_owners(plan, observer=observer).updates
@@ -162,17 +150,27 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
     if no step suits ``--max-rise`` and, unless ``plan.trust_deltas``, if the noise does not cancel.
     """
     owners, options = plan.owners, plan.options
-    undoings = [Undoing(owner.deltas, owner.keys, plan.base.layout) for owner in owners]
-    changes = _AllChanges(undoings)
+    undoing = Undoing(plan.deltas, plan.base.layout)
     with Transaction(force=plan.force) as transaction:
         folder = transaction.add(plan.out, directory=True)
         steps = [1.0] * len(owners)
         if options.server_lr == RESTORE:  # each owner's average restores what it lost of that owner's changes
-            steps = [default_step(plan.base, *pair) for pair in zip(undoings, plan.weights, strict=True)]
+            steps = [default_step(plan.base, owner.deltas, w) for owner, w in zip(owners, plan.weights, strict=True)]
         weights = torch.cat([w * step for w, step in zip(plan.weights, steps, strict=True)])
 
         def write(into: Path, settled: Aggregating) -> Written:
-            return write_model(plan, changes, weights, settled, into, observer)
+            """Write the model into ``into``; once more, without the copies' own noise, if the update has too much of
+            that."""
+            written = write_model(plan, undoing, weights, settled, into, observer)
+            if max(written.planted) > PLANTED:
+                for path in into.iterdir():
+                    if path.is_dir():
+                        shutil.rmtree(path)
+                    else:
+                        path.unlink()
+                cleaned = write_model(plan, undoing, weights, settled, into, observer, without_noise=True)
+                written = replace(cleaned, gram=written.gram, planted=written.planted)
+            return written
 
         options, server_step = settle_server_lr(plan.base, options, write, plan.out, observer)
         if server_step and len(owners) == 1:  # in units of the update, not of what restores it
@@ -181,7 +179,7 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
         written = write(folder, options)
         gram = written.gram
         # Of all owners together, too: each below the bound, they may still add up to more.
-        check_norms(gram, changes.deltas, options.max_norm, weights * options.rate)
+        check_norms(gram, undoing.deltas, options.max_norm, weights * options.rate)
         updates, offset = [], 0
         weights_by_owner = torch.zeros(len(owners), len(weights), dtype=torch.float64)  # 0 for the others' deltas
         for i, owner in enumerate(owners):
@@ -209,16 +207,16 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
 MOST_RESTORED = 1.5  # times an average; of changes that agree less, a longer one is mostly what sets them apart
 
 
-def default_step(base: Model, undoing: Undoing, weights: torch.Tensor) -> float:
+def default_step(base: Model, deltas: Sequence[Delta], weights: torch.Tensor) -> float:
     """How many times ū = Σ_k w_k·u_k to apply under --server-lr restore: once or, if each copy was trained until it had
     forgotten, so often that it is as long as the changes u_k, √(mean‖u_k‖² / ‖ū‖²), in hundredths, 1 to MOST_RESTORED.
 
     What noise, or the course of each training, added to each change is averaged out, and with it some of what made its
     copy forget. Reads a slice or two of each tensor.
     """
-    deltas = undoing.deltas
     if len(deltas) < 2 or not all(delta.manifest.until_done for delta in deltas):
         return 1.0
+    undoing = Undoing(deltas, base.layout)
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
     for tensor in base.layout.parameters:
         changes = undoing.changes(tensor)
@@ -231,37 +229,16 @@ def default_step(base: Model, undoing: Undoing, weights: torch.Tensor) -> float:
             rows = torch.stack([c.rows(*slices[number], torch.float32).double().reshape(-1) for c in present])
             there = torch.tensor([change is not None for change in changes])
             gram[there[:, None] & there[None, :]] += (rows @ rows.T).reshape(-1)
-        for delta in deltas:
-            if tensor.name in delta.checkpoint.tensors:
-                delta.checkpoint.forget_pages(tensor.name)
+        undoing.forget_pages(tensor)
     mean_square, square = math.fsum(gram.diagonal().tolist()) / len(deltas), float(weights @ gram @ weights)
     return round(min(max(1.0, math.sqrt(mean_square / square)), MOST_RESTORED), 2) if square > 0 else 1.0
 
 
 def write_model(
-    plan: AggregatePlan, changes: _AllChanges, weights: torch.Tensor, options: Aggregating, folder: Path,
-    observer: Observer,
-) -> Written:  # fmt: skip
-    """Write θ + η·Σ_k w_k·(change k) into ``folder``, except for the model card; η is the rate of ``options``.
-
-    An update that has too much of the copies' own noise is written once more, without.
-    """
-    written = _write_model(plan, changes, weights, options, folder, observer)
-    if max(written.planted) > PLANTED:
-        for path in folder.iterdir():
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
-        cleaned = _write_model(plan, changes, weights, options, folder, observer, without_noise=True)
-        written = replace(cleaned, gram=written.gram, planted=written.planted)
-    return written
-
-
-def _write_model(
-    plan: AggregatePlan, changes: _AllChanges, weights: torch.Tensor, options: Aggregating, folder: Path,
+    plan: AggregatePlan, undoing: Undoing, weights: torch.Tensor, options: Aggregating, folder: Path,
     observer: Observer, *, without_noise: bool = False,
 ) -> Written:  # fmt: skip
+    """Write θ + η·Σ_k w_k·(change k) into ``folder``, except for the model card; η is the rate of ``options``."""
     base, publications = plan.base, plan.publications
     source, layout = base.checkpoint, base.layout
     dtype = OPTION[options.dtype] if options.dtype else None
@@ -272,22 +249,20 @@ def _write_model(
     facts: dict[str, object] = {"format": "mpu-model", "version": VERSION, **of_one}
     if any(keys.publication.shared_kappa for keys in publications):
         facts["permanent"] = True  # or the next round would be published without, unnoticed
-    deltas = changes.deltas
+    deltas = undoing.deltas
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
     rounding = torch.zeros(2, dtype=torch.float64)
     fingerprints = Fingerprints(publications)
     noise = torch.zeros(fingerprints.count + 1, dtype=torch.float64)
     digests: dict[str, list[bytes]] = {}
     outliers: list[tuple[str, int, float]] = []
-    with ExitStack() as stack:
-        writer = stack.enter_context(CheckpointWriter(folder, specs, as_metadata(facts), like=source))
-        pool = stack.enter_context(worker_pool())
+    with CheckpointWriter(folder, specs, as_metadata(facts), like=source) as writer, worker_pool() as pool:
 
         def begin(tensor: TensorLayout) -> _Begun:
             digesting = piece_digests(source, tensor.name, pool)
             if not tensor.constant:
                 return digesting, add_up(
-                    pool, tensor, source.tensor(tensor.name), changes, weights * options.rate, writer, fingerprints,
+                    pool, tensor, source.tensor(tensor.name), undoing, weights * options.rate, writer, fingerprints,
                     without_noise=without_noise,
                 )  # fmt: skip
             writer.tensor(tensor.name).copy_(source.tensor(tensor.name))
@@ -302,9 +277,8 @@ def _write_model(
                 rounding += squares
                 noise += noise_here
                 outliers += outliers_of(name, products, deltas)
-            for checkpoint in (source, *(delta.checkpoint for delta in deltas)):
-                if name in checkpoint.tensors:
-                    checkpoint.forget_pages(name)
+            source.forget_pages(name)
+            undoing.forget_pages(tensor)
             writer.forget_pages(name)
             observer.advance(source.tensors[name].nbytes)
         if layout.alias:
@@ -343,7 +317,7 @@ def add_up(
     pool: Executor,
     tensor: TensorLayout,
     base_weights: torch.Tensor,
-    all_changes: _AllChanges,
+    undoing: Undoing,
     rates: torch.Tensor,
     writer: CheckpointWriter,
     fingerprints: Fingerprints,
@@ -355,7 +329,7 @@ def add_up(
     The update is searched for ``fingerprints`` and, ``without_noise``, loses them.
     """
     target, before = as_matrix(writer.tensor(tensor.name)), as_matrix(base_weights)
-    changes = all_changes.changes(tensor)
+    changes = undoing.changes(tensor)
     present_changes = [change for change in changes if change is not None]
     dtype = compute_dtype(
         *(NAME[d] for d in (before.dtype, target.dtype, *(d for c in present_changes for d in c.dtypes)))
@@ -376,7 +350,7 @@ def add_up(
         update = torch.zeros_like(clean)
         for k, (part, rate) in enumerate(zip(undone, rounded_rates, strict=True)):
             if part is not None:
-                check_finite(part, gram[k][k], all_changes.deltas[k], tensor.name)
+                check_finite(part, gram[k][k], undoing.deltas[k], tensor.name)
                 update.view(-1).add_(part, alpha=rate)
         noise = [0.0] * (fingerprints.count + 1)
         if (measured or without_noise) and present_changes:
@@ -412,8 +386,8 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
     base, layout, options, [owner], [weights] = plan.base, plan.base.layout, plan.options, plan.owners, plan.weights
     deltas, keys = owner.deltas, owner.keys
     check_base(base, keys)
-    undoing = Undoing(deltas, keys, layout)
-    rate = default_step(base, undoing, weights) if options.server_lr == RESTORE else options.rate
+    undoing = Undoing(deltas, layout)
+    rate = default_step(base, deltas, weights) if options.server_lr == RESTORE else options.rate
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
     tensors: dict[str, torch.Tensor] = {}
     outliers: list[tuple[str, int, float]] = []
@@ -437,7 +411,7 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
         module = "base_model.model." + layout.full_name(tensor.name).removesuffix(".weight")
         tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
     check_norms(gram, deltas, options.max_norm, weights * rate)
-    config = _peft_config(tensors, base, transposed=layout.family.transposed)
+    config = _peft_config(tensors, base)
     specs: TensorSpecs = {name: (NAME[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
     with Transaction(force=plan.force) as transaction:
         folder = transaction.add(plan.out, directory=True)
@@ -463,7 +437,7 @@ def _inner_products(factors: Sequence[tuple[torch.Tensor, torch.Tensor] | None])
     return products
 
 
-def _peft_config(tensors: Mapping[str, torch.Tensor], base: Model, *, transposed: bool) -> dict[str, object]:
+def _peft_config(tensors: Mapping[str, torch.Tensor], base: Model) -> dict[str, object]:
     """adapter_config.json for these factors."""
     ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name}
     modules = sorted({name.removeprefix("base_model.model.").split(".lora_")[0] for name in tensors})
@@ -471,7 +445,8 @@ def _peft_config(tensors: Mapping[str, torch.Tensor], base: Model, *, transposed
         # Of a base on this machine, its folder's name only: where it lies is nobody's business.
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base.public_name, "bias": "none",
         "r": max(ranks), "lora_alpha": max(ranks), "lora_dropout": 0.0, "target_modules": modules,
-        "rank_pattern": {}, "alpha_pattern": {}, "fan_in_fan_out": transposed, "inference_mode": True,
+        "rank_pattern": {}, "alpha_pattern": {}, "fan_in_fan_out": base.layout.family.transposed,
+        "inference_mode": True,
     }  # fmt: skip
     if len(ranks) > 1:
         module_ranks = {module: tensors[f"base_model.model.{module}.lora_A.weight"].shape[0] for module in modules}

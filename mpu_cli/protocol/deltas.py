@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -17,6 +16,7 @@ from mpu_cli.files.reader import (
     FLOATS,
     NAME,
     Checkpoint,
+    TensorInfo,
     all_finite,
     compute_dtype,
     fingerprint,
@@ -28,20 +28,22 @@ from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import MAX_SHARD, CheckpointWriter, TensorSpecs, nbytes_of
 from mpu_cli.model.layout import EMBEDDING, Layout, Shallow, TensorLayout, without_layers
 from mpu_cli.model.source import Model
-from mpu_cli.model.transform import TensorMap, as_matrix, row_slices
+from mpu_cli.model.transform import TensorMap, Transform, as_matrix, row_slices
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.protocol.keys import Keys
 
+ENDS = ("", LEFT_FACTOR, RIGHT_FACTOR)  # of the names in deltas
 OUTLIER = 10.0  # warn if a copy changes a tensor more than this many times as much as any other copy
 
 
 @dataclass(frozen=True)
 class Delta:
-    """A client's delta: its tensors, and the copy they belong to."""
+    """A client's delta: its tensors, the copy they belong to, and the keys of that."""
 
     path: Path
     checkpoint: Checkpoint
     manifest: DeltaManifest
+    keys: Keys = field(repr=False)
 
     @property
     def copy(self) -> int:
@@ -58,7 +60,7 @@ def delta_paths(paths: Iterable[Path]) -> list[Path]:
                 p for p in path.iterdir() if not p.name.startswith(".") and (p.suffix == ".safetensors" or p.is_dir())
             )
             if not inside:
-                raise MpuError(f"{path}: contains no deltas (*.safetensors)")
+                raise MpuError(f"{path}: contains no deltas (*.safetensors)", "name what `mpu unlearn` wrote")
             if linked := [p for p in inside if p.is_symlink()]:
                 raise MpuError(f"{linked[0]}: is a link, which is not followed", "give the file that it leads to")
             files += inside
@@ -80,16 +82,22 @@ def open_deltas(paths: Iterable[Path], keys: Keys) -> list[Delta]:
         if origin is None:
             raise MpuError(f"{path}: was made from a model that is not an mpu copy, so it belongs to no run")
         if origin.run != keys.run:
-            raise MpuError(f"{path}: belongs to run {origin.run}, but these keys are for run {keys.run}")
+            raise MpuError(
+                f"{path}: belongs to run {origin.run}, but these keys are for run {keys.run}",
+                "name its keys with --keys; those that --force replaced are beside them, as NAME.earlier-1.bin",
+            )
         if origin.round != keys.round:
-            raise MpuError(f"{path}: belongs to round {origin.round}, but these keys are for round {keys.round}")
+            raise MpuError(
+                f"{path}: belongs to round {origin.round}, but these keys are for round {keys.round}",
+                "name the keys of that round with --keys",
+            )
         if origin.copy > keys.copies or keys.copy_ids[origin.copy - 1] != origin.copy_id:
             raise MpuError(f"{path}: belongs to copy {origin.copy} of another publication", "use its keys")
         if origin.copy in deltas:
             raise MpuError(
                 f"{path}: belongs to copy {origin.copy}, as does {deltas[origin.copy].path}", "give one of the two"
             )
-        deltas[origin.copy] = Delta(path, checkpoint, manifest)
+        deltas[origin.copy] = Delta(path, checkpoint, manifest, keys)
     return [deltas[copy] for copy in sorted(deltas)]
 
 
@@ -128,34 +136,8 @@ def names_in_base(delta: Delta, copies: Shallow) -> set[str]:
     tensor_names = set(delta.checkpoint.tensors)
     if delta.manifest.inverted:
         return tensor_names
-    base_names = {
-        copied + end: name + end for name, copied in copies.names.items() for end in ("", LEFT_FACTOR, RIGHT_FACTOR)
-    }
+    base_names = {copied + end: name + end for name, copied in copies.names.items() for end in ENDS}
     return {base_names.get(name, name) for name in tensor_names}
-
-
-def check_same_tensors(deltas: Sequence[Delta], copies: Shallow) -> None:
-    """Raise MpuError if a round's deltas change different tensors: noise cancels only where all of them do."""
-    for reference, delta in itertools.product(deltas[:1], deltas[1:]):
-        if odd := names_in_base(reference, copies) ^ names_in_base(delta, copies):
-            raise MpuError(
-                f"{delta.path}: tensors differ from {reference.path} ({quoted_list(odd)})",
-                "train all copies of a round with the same options",
-            )
-
-
-def trained_differently(tags: Mapping[int, Mapping[str, str] | None]) -> tuple[tuple[int, int, str], ...]:
-    """A copy, a later one, and the tag in which they differ, from the tags of each copy.
-
-    Tags under different keys cannot be compared.
-    """
-    references: dict[str, tuple[int, Mapping[str, str]]] = {}  # by key, the first copy with tags under it
-    unlike = []
-    for copy, recorded_tags in tags.items():
-        copy_tags = recorded_tags or {}
-        earlier_copy, expected = references.setdefault(str(copy_tags.get("key")), (copy, copy_tags))
-        unlike += [(earlier_copy, copy, name) for name in sorted(expected) if copy_tags.get(name) != expected[name]]
-    return tuple(unlike)
 
 
 def _factor_shapes(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -232,7 +214,12 @@ def check_round(base: Model, deltas: Sequence[Delta], keys: Keys) -> None:
     except MpuError:
         check_base(base, keys)  # a delta does not fit: is that its fault, or the base's?
         raise
-    check_same_tensors(deltas, copies)
+    for delta in deltas[1:]:  # noise cancels only where all of them change a tensor
+        if odd := names_in_base(deltas[0], copies) ^ names_in_base(delta, copies):
+            raise MpuError(
+                f"{delta.path}: tensors differ from {deltas[0].path} ({quoted_list(odd)})",
+                "train all copies of a round with the same options",
+            )
 
 
 def check_base(base: Model, keys: Keys, digest: str | None = None) -> None:
@@ -284,9 +271,8 @@ class LowRank:
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Rows ``start … stop`` of the product, all of one matrix."""
         offset = 0 if self.mapping.block is None else start // self.mapping.block * self._rank
-        return self._left_factor.rows(start, stop, dtype).to(dtype) @ self._right[offset : offset + self._rank].to(
-            dtype
-        )
+        right = self._right[offset : offset + self._rank]
+        return self._left_factor.rows(start, stop, dtype).to(dtype) @ right.to(dtype)
 
     def factors(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Both complete factors, in the base's coordinates; ``rows`` is the number of rows of the tensor."""
@@ -302,32 +288,57 @@ class Undoing:
     ``layout`` is the base's; layers that the copies lack do not change.
     """
 
-    def __init__(self, deltas: Sequence[Delta], keys: Keys, layout: Layout):
+    def __init__(self, deltas: Sequence[Delta], layout: Layout):
         self.deltas = deltas
-        self._copies = without_layers(layout, keys.publication.omitted)
-        copy_layout = self._copies.layout
-        self._transforms = [
-            None if d.manifest.inverted else keys.publication.transform(d.copy, copy_layout) for d in deltas
-        ]
+        publications = [delta.keys.publication for delta in deltas]
+        shallow = {omitted: without_layers(layout, omitted) for omitted in {each.omitted for each in publications}}
+        self._copies: list[tuple[Shallow, Transform | None]] = []
+        for delta, publication in zip(deltas, publications, strict=True):
+            copy = shallow[publication.omitted]
+            transform = None if delta.manifest.inverted else publication.transform(delta.copy, copy.layout)
+            self._copies.append((copy, transform))
 
-    def _there(self, tensor: TensorLayout) -> TensorLayout:
-        """What the copies have of the base's ``tensor``, which must be one that they have."""
-        return self._copies.layout.tensors[self._copies.names[tensor.name]]
+    def names(self, tensor: TensorLayout) -> list[str | None]:
+        """What each delta calls ``tensor``: in a copy, layers have other numbers and experts change places. None if its
+        copy lacks the layer."""
+        names: list[str | None] = []
+        for copy, transform in self._copies:
+            if tensor.name not in copy.names:
+                names.append(None)
+            elif transform is None:
+                names.append(tensor.name)
+            else:
+                names.append(transform.name(copy.layout.tensors[copy.names[tensor.name]]))
+        return names
 
-    def maps(self, tensor: TensorLayout) -> list[TensorMap]:
-        return [TensorMap(None, None) if t is None else t.of(self._there(tensor)) for t in self._transforms]
+    def places(self, tensor: TensorLayout) -> list[tuple[str, TensorMap] | None]:
+        """What each delta calls ``tensor``, and its map; None if its copy lacks the layer."""
+        places: list[tuple[str, TensorMap] | None] = []
+        for name, (copy, transform) in zip(self.names(tensor), self._copies, strict=True):
+            if name is None:
+                places.append(None)
+            elif transform is None:
+                places.append((name, TensorMap(None, None)))
+            else:
+                places.append((name, transform.of(copy.layout.tensors[copy.names[tensor.name]])))
+        return places
 
-    def names(self, tensor: TensorLayout) -> list[str]:
-        """What each delta calls ``tensor``: in a copy, experts change places."""
-        return [tensor.name if t is None else t.name(self._there(tensor)) for t in self._transforms]
+    def forget_pages(self, tensor: TensorLayout) -> None:
+        """Drop the pages of what the deltas have of ``tensor``, whole or as factors, once its changes were used."""
+        for delta, name in zip(self.deltas, self.names(tensor), strict=True):
+            for end in ENDS:
+                if name is not None and name + end in delta.checkpoint.tensors:
+                    delta.checkpoint.forget_pages(name + end)
 
     def changes(self, tensor: TensorLayout) -> list[Change | None]:
         """Each delta's change to ``tensor``; None if it has none (a tensor that was not trained, or left out)."""
-        if tensor.name not in self._copies.names:
-            return [None] * len(self.deltas)
         changes: list[Change | None] = []
-        for delta, mapping, name in zip(self.deltas, self.maps(tensor), self.names(tensor), strict=True):
+        for delta, place in zip(self.deltas, self.places(tensor), strict=True):
             checkpoint = delta.checkpoint
+            if place is None:
+                changes.append(None)
+                continue
+            name, mapping = place
             if name in checkpoint.tensors:
                 changes.append(Full(mapping, as_matrix(checkpoint.tensor(name))))
             elif name + LEFT_FACTOR in checkpoint.tensors:
@@ -338,43 +349,39 @@ class Undoing:
         return changes
 
 
-def invert(
-    base: Model, delta: Delta, keys: Keys, *, target: Path, transaction: Transaction, observer: Observer = SILENT
-) -> None:
+def invert(base: Model, delta: Delta, *, target: Path, transaction: Transaction, observer: Observer = SILENT) -> None:
     """Write T_k⁻¹(Δ_k) to ``target`` in the delta's own dtypes, as part of ``transaction``.
 
     Raises MpuError if the delta is already inverted, does not fit the base, or contains NaN or Inf.
     """
     if delta.manifest.inverted:
         raise MpuError(f"{delta.path}: is already inverted", "pass it to `mpu aggregate` as it is")
-    layout = base.layout
-    copies = without_layers(layout, keys.publication.omitted)
-    check_delta(delta, base, copies)
-    undoing = Undoing([delta], keys, layout)
-    held_of = {t.name: undoing.names(t)[0] for t in layout.parameters if t.name in copies.names}
-    held_tensors = delta.checkpoint.tensors
-    specs: TensorSpecs = {
-        name + end: (held_tensors[delta_name + end].dtype, held_tensors[delta_name + end].shape)
-        for name, delta_name in held_of.items()
-        for end in ("", LEFT_FACTOR, RIGHT_FACTOR)
-        if delta_name + end in held_tensors
-    }
+    layout, tensors = base.layout, delta.checkpoint.tensors
+    check_delta(delta, base, without_layers(layout, delta.keys.publication.omitted))
+    undoing = Undoing([delta], layout)
+    stored: dict[str, TensorInfo] = {}  # by the base's names
+    for tensor in layout.parameters:
+        [name] = undoing.names(tensor)
+        if name is not None:
+            stored |= {tensor.name + end: tensors[name + end] for end in ENDS if name + end in tensors}
+    specs: TensorSpecs = {name: (info.dtype, info.shape) for name, info in stored.items()}
     output = transaction.add(target, directory=nbytes_of(specs) > MAX_SHARD)
     metadata = as_metadata(delta_facts(replace(delta.manifest, inverted=True)))
     with CheckpointWriter(output, specs, metadata) as writer, worker_pool() as pool:
         for tensor in layout.parameters:
-            if tensor.name not in copies.names:
+            [place] = undoing.places(tensor)
+            if place is None:
                 continue
-            [mapping], [delta_name] = undoing.maps(tensor), undoing.names(tensor)
-            ends = [end for end in ("", LEFT_FACTOR, RIGHT_FACTOR) if delta_name + end in delta.checkpoint.tensors]
-            rank = delta.checkpoint.tensors[delta_name + LEFT_FACTOR].shape[-1] if len(ends) > 1 else 0
+            delta_name, mapping = place
+            ends = [end for end in ENDS if delta_name + end in tensors]
+            rank = tensors[delta_name + LEFT_FACTOR].shape[-1] if len(ends) > 1 else 0
             by_rows, by_columns = mapping.split(rank) if rank else (mapping, mapping)
             for end in ends:
                 part = {"": mapping, LEFT_FACTOR: by_rows, RIGHT_FACTOR: by_columns}[end]
                 _invert_tensor(pool, delta_name + end, tensor.name + end, delta, part, writer)
                 delta.checkpoint.forget_pages(delta_name + end)
                 writer.forget_pages(tensor.name + end)
-                observer.advance(delta.checkpoint.tensors[delta_name + end].nbytes)
+                observer.advance(tensors[delta_name + end].nbytes)
 
 
 def _invert_tensor(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -126,10 +126,18 @@ class Keys:
         return self.publication.copies
 
 
-def _facts(keys: Keys) -> dict[str, object]:
-    """The entries of the key file."""
+def seal(
+    keys: Keys,
+    recipients: Sequence[pyrage.x25519.Recipient] = (),
+    passphrase: str | None = None,
+    secret: bytes | None = None,
+) -> bytes:
+    """The key file's bytes, sealed for ``recipients`` and authenticated with ``secret``, or sealed with ``passphrase``,
+    which authenticates them, too."""
     publication = keys.publication
-    return {
+    table = {
+        "format": FORMAT,
+        "version": VERSION,
         "run": publication.run,
         "round": publication.round,
         "seed": publication.seed.hex(),
@@ -151,17 +159,6 @@ def _facts(keys: Keys) -> dict[str, object]:
         "dtype": publication.dtype,
         "recipients": keys.recipients,
     }
-
-
-def seal(
-    keys: Keys,
-    recipients: Sequence[pyrage.x25519.Recipient] = (),
-    passphrase: str | None = None,
-    secret: bytes | None = None,
-) -> bytes:
-    """The key file's bytes, sealed for ``recipients`` and authenticated with ``secret``, or sealed with ``passphrase``,
-    which authenticates them, too."""
-    table: dict[str, Any] = {"format": FORMAT, "version": VERSION, **_facts(keys)}
     if secret is not None and passphrase is None:
         table["authenticator"] = _authenticator(table, secret)
     document = json.dumps(table).encode()
@@ -303,42 +300,34 @@ def _parse(document: bytes, path: Path, secret: bytes | None, *, authentic: bool
     version = table.pop("version", None)
     if version != VERSION:
         raise MpuError(f"{path}: keys of version {version!r}, and this mpu reads version {VERSION}", "update mpu")
-    try:
-        return replace(keys_of_entries(table, path), authentic=authentic)
-    except UsageError as error:
-        raise MpuError(f"{path}: key data is incomplete or invalid", "restore it from a backup") from error
-
-
-def keys_of_entries(table: Mapping[str, object], path: Path) -> Keys:
-    """The keys with these entries, each of which is checked: a key file may have been sealed by someone else.
-
-    Raises MpuError or UsageError if one is missing, unknown or invalid.
-    """
-    entries = parse_document(
-        KeyEntries, table, f"{path}: key data is incomplete or invalid", "restore it from a backup"
-    )
+    # Each entry is checked: a key file may have been sealed by someone else.
+    damaged, hint = f"{path}: key data is incomplete or invalid", "restore it from a backup"
+    entries = parse_document(KeyEntries, table, damaged, hint)
     sound = len(entries.noise.factors) == len(entries.copy_ids) and is_ascending(entries.omitted_layers)
     if not sound or entries.symmetries not in SETS or entries.dtype not in (None, *WORD):
-        raise MpuError(f"{path}: key data is incomplete or invalid", "restore it from a backup")
-    publication = Publication(
-        seed=bytes.fromhex(entries.seed),
-        seed_is_secret=entries.seed_is_secret,
-        scheme=SCHEMES[entries.noise.kind].from_factors(entries.noise.factors),
-        kappa=entries.kappa,
-        shared_kappa=entries.shared_kappa,
-        calibration=entries.calibration,
-        symmetries=entries.symmetries,
-        run=entries.run,
-        round=entries.round,
-        omitted=entries.omitted_layers,
-        permanent_seed=bytes.fromhex(entries.permanent_seed) if entries.permanent_seed else None,
-        mark=entries.mark,
-        max_noise=entries.max_noise,
-        dtype=entries.dtype,
-    )
+        raise MpuError(damaged, hint)
+    try:
+        publication = Publication(
+            seed=bytes.fromhex(entries.seed),
+            seed_is_secret=entries.seed_is_secret,
+            scheme=SCHEMES[entries.noise.kind].from_factors(entries.noise.factors),
+            kappa=entries.kappa,
+            shared_kappa=entries.shared_kappa,
+            calibration=entries.calibration,
+            symmetries=entries.symmetries,
+            run=entries.run,
+            round=entries.round,
+            omitted=entries.omitted_layers,
+            permanent_seed=bytes.fromhex(entries.permanent_seed) if entries.permanent_seed else None,
+            mark=entries.mark,
+            max_noise=entries.max_noise,
+            dtype=entries.dtype,
+        )
+    except UsageError as error:
+        raise MpuError(damaged, hint) from error
     return Keys(
         publication, entries.sigma, tuple(entries.copy_ids), entries.base, entries.reference, entries.shared_sigma,
-        recipients=entries.recipients,
+        authentic, entries.recipients,
     )  # fmt: skip
 
 

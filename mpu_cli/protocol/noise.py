@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -199,7 +199,9 @@ class Extrapolated(Scheme):
         aggregate_norm = norm(self.weights)
         expected = self.remainder * aggregate_norm * (highest / aggregate_norm) ** (1 + 1 / (self.copies - 1))
         lower = highest * math.prod(sorted(self.scales)[:-1])
-        return Remainder(expected, lower, norm(first_derivative(nodes)))
+        # The weights that give the derivative at 0 of the polynomial through the values at the nodes.
+        powers = torch.tensor([[node**i for i in range(len(nodes))] for node in nodes], dtype=torch.float64)
+        return Remainder(expected, lower, norm(torch.linalg.inv(powers)[1]))
 
     @classmethod
     def default(cls, copies: int) -> Extrapolated:
@@ -289,12 +291,6 @@ def mixing_matrix(copies: int) -> torch.Tensor:
     return math.sqrt(copies / (copies - 1)) * helmert.T
 
 
-def first_derivative(nodes: Sequence[float]) -> torch.Tensor:
-    """The weights of values at ``nodes`` that give the derivative at 0 of the polynomial through them, (m,) float64."""
-    powers = torch.tensor([[node**i for i in range(len(nodes))] for node in nodes], dtype=torch.float64)
-    return torch.linalg.inv(powers)[1]
-
-
 # Noise of a publication's copies, drawn from its seed: the same for any slice of a tensor, on any processor.
 
 
@@ -311,61 +307,48 @@ class Scales:
         return math.hypot(factor * self.cancelling, self.permanent, self.mark)
 
 
+@dataclass(frozen=True, eq=False)
 class Noise:
-    """A publication's noise for the copies ``only`` (counted from 1; None for all), for any slice of a tensor.
+    """A publication's noise for some of its copies, for any slice of a tensor.
 
-    ``double``: draw in float64, for calibrated noise. ``permanent``: what the noise that all copies share is drawn
-    from, if not from the publication's own seed.
+    ``shares``: how each copy's is mixed from the draws of what cancels, float64 (copies, draws). ``double``: draw in
+    float64, for calibrated noise. ``permanent``: what the noise that all copies share is drawn from, if not from the
+    publication's own seed. ``names``: what tensors are called in the base with all its layers, by which noise is drawn;
+    ``permanent_names``: by which permanent noise is. Without them, tensors have their own names.
     """
 
-    def __init__(
-        self,
-        randomness: Randomness,
-        round_: int,
-        scheme: Scheme,
-        only: Sequence[int] | None = None,
-        *,
-        double: bool = False,
-        permanent: Randomness | None = None,
-    ):
-        self._randomness = randomness
-        self._permanent = permanent
-        self._round = round_
-        weights = scheme.mixing
-        self._weights = weights if only is None else weights[[k - 1 for k in only]]
-        self._double = double
+    randomness: Randomness
+    round: int
+    shares: torch.Tensor
+    double: bool = False
+    permanent: Randomness | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+    permanent_names: Mapping[str, str] = field(default_factory=dict)
 
-    @property
-    def cancelling_draws(self) -> int:
-        """From how many draws the noise that cancels is mixed."""
-        return int(self._weights.shape[1])
-
-    def subkeys(self, tensor: str, scales: Scales, permanent_name: str | None = None) -> list[bytes]:
+    def subkeys(self, tensor: str, scales: Scales) -> list[bytes]:
         """The stream keys for one tensor's noise of these scales: one per draw, one for permanent noise and one for the
-        mark.
-
-        ``permanent_name``: what the tensor is called where permanent noise is drawn, if not ``tensor``.
-        """
-        purposes: list[tuple[str | int, ...]] = []
+        mark."""
+        name = self.names[tensor] if self.names else tensor
+        keys: list[bytes] = []
         if scales.cancelling:
-            purposes += [("noise", self._round, tensor, i) for i in range(self.cancelling_draws)]
-        keys = [self._randomness.key(*purpose) for purpose in purposes]
-        if scales.permanent and self._permanent:
+            keys += [self.randomness.key("noise", self.round, name, i) for i in range(self.shares.shape[1])]
+        if scales.permanent and self.permanent:
             # Noise of another scale is another draw: from two multiples of one, anyone could compute it.
-            keys.append(self._permanent.key("permanent noise", permanent_name or tensor, scales.permanent.hex()))
+            permanent_name = self.permanent_names[tensor] if self.permanent_names else tensor
+            keys.append(self.permanent.key("permanent noise", permanent_name, scales.permanent.hex()))
         elif scales.permanent:
-            keys.append(self._randomness.key("shared noise", self._round, tensor))
+            keys.append(self.randomness.key("shared noise", self.round, name))
         if scales.mark:
-            keys.append(self._randomness.key("mark", self._round, tensor))
+            keys.append(self.randomness.key("mark", self.round, name))
         return keys
 
     def draws(self, keys: Sequence[bytes], start: int, stop: int, dtype: torch.dtype) -> list[torch.Tensor]:
         """Standard normals for elements ``start … stop`` of a tensor, (stop − start,) for each of its ``keys``."""
-        return [standard_normals(key, start, stop, double=self._double).to(dtype) for key in keys]
+        return [standard_normals(key, start, stop, double=self.double).to(dtype) for key in keys]
 
     def mixing(self, scales: Scales) -> torch.Tensor:
         """How each copy's noise is mixed from the draws that ``subkeys`` has keys for: float64 (copies, draws)."""
-        table = self._weights * scales.cancelling if scales.cancelling else self._weights[:, :0]
+        table = self.shares * scales.cancelling if scales.cancelling else self.shares[:, :0]
         same_in_every_copy = [scale for scale in (scales.permanent, scales.mark) if scale]
         columns = [torch.full((len(table), 1), scale, dtype=table.dtype) for scale in same_in_every_copy]
         return torch.cat([table, *columns], 1)
@@ -393,9 +376,9 @@ class Noise:
 # It hides which of two models the server published, if their weights are at most S apart (L2 norm over all weights).
 # A copy is T_k(θ + α_k ε⁰_k + s). T_k does not depend on θ, so applying it leaks nothing.
 #
-# * One copy in a client's hands: Gaussian noise of variance α_k²σ² + σ_s² in every weight. * All copies together: Σ_k
-# w_k ε_k = 0 for the weights w of the aggregate, so they amount to θ + s and differences that do not depend on θ.
-# Only s, the noise that all copies share, protects θ.
+# * One copy in a client's hands: Gaussian noise of variance α_k²σ² + σ_s² in every weight.
+# * All copies together: Σ_k w_k ε_k = 0 for the weights w of the aggregate, so they amount to θ + s and differences
+#   that do not depend on θ. Only s, the noise that all copies share, protects θ.
 #
 # σ must be the same in every block and must not depend on the weights, unlike κ·RMS(v_ℓ). R rounds publish θ plus the
 # updates from the answers of earlier rounds, with new noise: together one Gaussian mechanism of sensitivity √R·S
@@ -440,7 +423,11 @@ def calibrate(options: CalibrationOptions, smallest_alpha: float) -> Calibration
             raise UsageError(f"--bound classical is valid only for ε ≤ 1, not {epsilon:g}", "use --bound analytic")
         multiplier = math.sqrt(2 * math.log(1.25 / delta)) / epsilon
     else:
-        multiplier = _analytic(epsilon, delta)
+        try:
+            from dp_accounting.gaussian_mechanism import get_sigma_gaussian
+        except ImportError as error:
+            raise MpuError("--epsilon needs dp-accounting", "install it with pip install dp-accounting") from error
+        multiplier = float(get_sigma_gaussian(epsilon, delta))
     if norm.sf(DOUBLE_REACH - 1 / multiplier) > TAIL * delta:
         raise UsageError(
             f"--epsilon {epsilon:g} at --dp-delta {delta:g}: needs so little noise that the cut-off of our normals, "
@@ -468,14 +455,6 @@ def statement(calibration: Calibration) -> str:
         f"two models at most {calibration.sensitivity:g} apart (L2 norm of all weights; as stated) was published. "
         "Computational, not unconditional: the noise is AES-256-CTR output, drawn and stored in floating point"
     )
-
-
-def _analytic(epsilon: float, delta: float) -> float:
-    try:
-        from dp_accounting.gaussian_mechanism import get_sigma_gaussian
-    except ImportError as error:
-        raise MpuError("--epsilon needs dp-accounting", "install it with pip install dp-accounting") from error
-    return float(get_sigma_gaussian(epsilon, delta))
 
 
 # How far an aggregate is from the clean update, estimated from the differences between the deltas of its copies.

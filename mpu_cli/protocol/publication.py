@@ -18,6 +18,7 @@ from mpu_cli.files.randomness import Randomness, Stream, new_seed, seed_from_num
 from mpu_cli.files.reader import OPTION, TensorInfo
 from mpu_cli.files.sealing import default_identity_path, own_secret
 from mpu_cli.model.layout import Layout, pieces_of
+from mpu_cli.model.shallow import names_in_base
 from mpu_cli.model.source import Model
 from mpu_cli.model.transform import Transform
 from mpu_cli.options.publishing import KAPPA, Disguise, Publishing
@@ -125,23 +126,25 @@ class Publication:
 
         return Transform(layout, lambda layer: layout.symmetries(self.symmetries, layer), draws)
 
-    def noise(self, copies: Sequence[int]) -> Noise:
-        """The noise of ``copies``, counted from 1."""
+    def noise(self, copies: Sequence[int], full_base: Model | None = None) -> Noise:
+        """The noise of ``copies``, counted from 1, for tensors by their names in copies of ``full_base``; without one,
+        by their names in the base. Permanent noise is drawn by names as in memory, which are the same for files with
+        and without a prefix. Raises UsageError if ``full_base`` lacks a layer that is omitted."""
+        names: dict[str, str] = {}
+        permanent_names: dict[str, str] = {}
+        if full_base:
+            names = names_in_base(full_base, self.omitted)
+            if self.permanent_seed:
+                permanent_names = {name: full_base.layout.full_name(full) for name, full in names.items()}
         return Noise(
             self.randomness,
             self.round,
-            self.scheme,
-            copies,
+            self.scheme.mixing[[k - 1 for k in copies]],
             double=self.calibration is not None,
             permanent=Randomness(self.permanent_seed) if self.permanent_seed else None,
+            names=names,
+            permanent_names=permanent_names,
         )
-
-    def permanent_names(self, layout: Layout) -> dict[str, str]:
-        """What the tensors of a base with this ``layout`` are called where permanent noise is drawn from
-        ``permanent_seed``: as in memory, which is the same for files with and without a prefix."""
-        if self.permanent_seed is None:
-            return {}
-        return {tensor.name: layout.full_name(tensor.name) for tensor in layout.parameters}
 
     def with_secrets_of(self, other: Publication) -> Publication:
         """This publication with the secrets, names and noise of ``other``, to make further copies of that."""
@@ -203,22 +206,18 @@ def publication_of(
     Without ``seed`` the secrets come from the operating system. Raises UsageError for options that do not go together.
     """
     options = options.with_scale(with_pretrained=with_pretrained)
-    disguise, calibration_options = options.disguise, options.calibration
+    disguise, privacy = options.disguise, options.calibration
     if seed is not None and not 0 <= seed < 2**64:
         raise UsageError(f"--seed {seed}: must be at least 0 and below 2^64")
-    if calibration_options.epsilon is None and (
-        calibration_options.dp_delta is not None or calibration_options.sensitivity is not None
-    ):
+    if privacy.epsilon is None and (privacy.dp_delta is not None or privacy.sensitivity is not None):
         raise UsageError("--dp-delta and --sensitivity calibrate noise for --epsilon, which is missing")
-    if calibration_options.epsilon is not None and seed is not None:
+    if privacy.epsilon is not None and seed is not None:
         raise UsageError("--epsilon with --seed: noise that can be guessed protects nothing", "leave out --seed")
-    if calibration_options.epsilon is not None and round_ > calibration_options.budget_rounds:
-        raise UsageError(
-            f"--round {round_}: ε and δ cover {calibration_options.budget_rounds} rounds", "raise --budget-rounds"
-        )
+    if privacy.epsilon is not None and round_ > privacy.budget_rounds:
+        raise UsageError(f"--round {round_}: ε and δ cover {privacy.budget_rounds} rounds", "raise --budget-rounds")
     master = new_seed() if seed is None else seed_from_number(seed)
     scheme = scheme_of(disguise, (Randomness(master), round_))
-    calibration = None if calibration_options.epsilon is None else calibrate(calibration_options, min(scheme.scales))
+    calibration = None if privacy.epsilon is None else calibrate(privacy, min(scheme.scales))
     return Publication(
         seed=master,
         seed_is_secret=seed is None,
@@ -256,11 +255,6 @@ def server_secret(note: Callable[[str], None] = lambda _: None) -> bytes:
         raise MpuError(
             f"{path}: cannot be written: {error.strerror}", "set XDG_CONFIG_HOME to a folder of yours"
         ) from error
-
-
-def permanent_seed(content: str, note: Callable[[str], None]) -> bytes:
-    """What the permanent noise of every publication of a base with this ``content`` is drawn from."""
-    return Randomness(server_secret(note)).key("permanent noise", content)
 
 
 # The pretrained model's tensors by the names of the base.

@@ -20,15 +20,16 @@ from mpu_cli.errors import MpuError
 from mpu_cli.files.boundary import private_scratch
 from mpu_cli.files.folder import left_out
 from mpu_cli.files.manifest import MANIFEST_NAME, CopyManifest, as_metadata, copy_facts
+from mpu_cli.files.randomness import Randomness
 from mpu_cli.files.reader import quoted_list, worker_pool
 from mpu_cli.files.sealing import seal_folder, write_private
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import CheckpointWriter, TensorSpecs, nbytes_of
 from mpu_cli.model.shallow import names_in_base, shallow
-from mpu_cli.model.source import Model, model_specs, not_in_copies, write_json, write_small_files
+from mpu_cli.model.source import Model, model_specs, not_in_copies, open_model, write_json, write_small_files
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.protocol.keys import BaseIdentity, Keys
-from mpu_cli.protocol.publication import Publication, matching, permanent_seed, server_secret
+from mpu_cli.protocol.publication import Publication, matching, server_secret
 from mpu_cli.protocol.register import (
     RegisterEntry,
     default_register_path,
@@ -145,7 +146,11 @@ def publish(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
     with _withdrawing(entries), Transaction(force=target.force) as transaction:
         # Renamed first: copies whose keys are lost would be wasted work.
         keys_output = None if plan.existing_keys else transaction.add(target.keys)
-        earlier_keys = _keep_keys(target.keys, transaction) if keys_output and target.keys.exists() else None
+        earlier_keys = None
+        if keys_output and target.keys.exists():  # without them, deltas of copies that were sent out are worthless
+            numbered = (target.keys.with_name(f"{target.keys.stem}.earlier-{n}{target.keys.suffix}") for n in count(1))
+            earlier_keys = next(candidate for candidate in numbered if not candidate.exists())
+            write_private(transaction.add(earlier_keys), target.keys.read_bytes())
         paths = [target.copy_path(manifest) for manifest in manifests]
         outputs = [transaction.add(path, directory=not target.recipients) for path in paths]
         folders = outputs
@@ -171,13 +176,24 @@ def publish(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
     return Published(paths, plan.copies, target.keys, keys, reports)
 
 
+def remake_copy(base: Model, keys: Keys, number: int, folder: Path) -> Model:
+    """Copy ``number`` of the publication of ``base`` with these ``keys``, made once more, in ``folder``: for a server
+    that sealed it for its client, or does not have it any more.
+
+    Raises MpuError if ``base``, or the public model that the keys name, is not the one of the publication.
+    """
+    public = open_model(keys.reference) if keys.reference else None
+    target = Target(out=folder, keys=folder / "keys.bin", seal=lambda _: b"")  # the keys that exist are not written
+    plan = plan_publish(base, public, keys.publication, target, only=[number], existing_keys=keys)
+    return open_model(str(publish(plan).copies[0]))
+
+
 def _write_copies(
     plan: PublishPlan, folders: Sequence[Path], entries: list[RegisterEntry], observer: Observer
 ) -> tuple[list[BlockReport], Keys, float]:
     """Write each copy's tensors into its folder; the keys that undo them, and the copies' permanent noise as a share of
     their weights. ``entries`` gets the publication's line in the register, if it has one."""
     existing_keys, publication, layout = plan.existing_keys, plan.publication, plan.base.layout
-    full_names = names_in_base(plan.full_base, publication.omitted)
     # Earlier publications decide on one whose permanent noise is the server's own, or that has a budget of ε.
     is_registered = existing_keys is None and (publication.derive_permanent_seed or publication.calibration is not None)
     with ExitStack() as stack:
@@ -190,7 +206,7 @@ def _write_copies(
         )
         permanent_sigma = None
         if is_registered:
-            publication, permanent_sigma = _enter(plan, scan, full_names, entries, observer)
+            publication, permanent_sigma = _enter(plan, scan, entries, observer)
         elif existing_keys and publication.permanent_seed:
             permanent_sigma = existing_keys.shared_sigma
         noise_share = _share_of_permanent_noise(scan, publication, permanent_sigma)
@@ -203,15 +219,12 @@ def _write_copies(
         writing = CopyWriter(
             scan=scan,
             publication=publication,
-            noise=publication.noise(plan.copies),
+            noise=publication.noise(plan.copies, plan.full_base),
             scales=[publication.scheme.scales[copy - 1] for copy in plan.copies],
             transforms=[publication.transform(copy, layout) for copy in plan.copies],
             writers=writers,
-            pool=scan.pool,
             observer=observer,
-            full_names=full_names,
             permanent_sigma=permanent_sigma,
-            permanent_names=publication.permanent_names(plan.full_base.layout),
         )
         reports = writing.all_blocks(layout.blocks)
         _check_pretrained_differs(plan, reports)
@@ -254,17 +267,8 @@ def _withdrawing(entries: Sequence[RegisterEntry]) -> Iterator[None]:
         raise
 
 
-def _keep_keys(path: Path, transaction: Transaction) -> Path:
-    """Keep the keys that ``force`` is about to replace, and say as what: without them, deltas of copies that were sent
-    out are worthless."""
-    numbered = (path.with_name(f"{path.stem}.earlier-{number}{path.suffix}") for number in count(1))
-    earlier = next(candidate for candidate in numbered if not candidate.exists())
-    write_private(transaction.add(earlier), path.read_bytes())
-    return earlier
-
-
 def _enter(
-    plan: PublishPlan, scan: BaseScan, full_names: Mapping[str, str], entries: list[RegisterEntry], observer: Observer
+    plan: PublishPlan, scan: BaseScan, entries: list[RegisterEntry], observer: Observer
 ) -> tuple[Publication, dict[str, float] | None]:
     """Enter the publication in the server's register and in ``entries``.
 
@@ -272,6 +276,7 @@ def _enter(
     decided; None under --epsilon. Raises MpuError if an earlier publication forbids this one.
     """
     publication, path, full_layout = plan.publication, default_register_path(), plan.full_base.layout
+    full_names = names_in_base(plan.full_base, publication.omitted)
     scales = scan.scales()  # reads all blocks, which the content needs
     content = scan.content(plan.full_base, full_layout, full_names)
     sample = sample_of(plan.full_base.checkpoint, full_layout)
@@ -280,13 +285,14 @@ def _enter(
         sigma = calibration.shared_sigma or calibration.sigma * min(publication.scheme.scales)
         entries.append(enter_calibrated(path, entry, sigma, calibration.rounds, again=publication.again))
         return publication, None
-    server_secret(observer.note)  # before the entry: without it nothing is published
+    secret = server_secret(observer.note)  # before the entry: without it nothing is published
     requested = {block: publication.sigmas(scale.task, scale.weights)[1] for block, scale in scales.items()}
     names = {block: full_layout.full_name(full_names[tensors[0].name]) for block, tensors in scan.layout.blocks.items()}
     requested_by_name = {names[block]: sigma for block, sigma in requested.items() if sigma}
+    entry = replace(entry, secret=Randomness(secret).key("which secret").hex()[:16])
     entry = enter_permanent(path, entry, requested_by_name, again=publication.again)
     entries.append(entry)
-    seed = permanent_seed(entry.noise_content, observer.note)
+    seed = Randomness(secret).key("permanent noise", entry.noise_content)
     publication = replace(publication, permanent_seed=seed, derive_permanent_seed=False)
     return publication, {block: entry.permanent_sigma.get(name, 0.0) for block, name in names.items()}
 

@@ -54,7 +54,8 @@ class RegisterEntry:
     """One line of the register.
 
     ``content``: of the base, see ``BaseScan.content``; ``noise_content``: what its permanent noise is drawn for, the
-    content of the base's first publication in any precision; ``permanent_sigma``: σ of permanent noise by the name of a
+    content of the base's first publication in any precision, and ``secret`` which secret of the server's it is drawn
+    from; ``permanent_sigma``: σ of permanent noise by the name of a
     block's first tensor in memory; ``calibrated_sigma``: σ that hides the base under ``--epsilon``, in
     ``calibrated_rounds`` publications; ``replaces_earlier``: whether nobody has copies of those before it.
     """
@@ -64,6 +65,7 @@ class RegisterEntry:
     content: str
     sample: Sample
     noise_content: str = ""
+    secret: str = ""
     permanent_sigma: dict[str, Above0] = field(default_factory=dict)
     calibrated_sigma: Above0 | None = None
     calibrated_rounds: int = 1
@@ -121,14 +123,24 @@ def enter_permanent(path: Path, entry: RegisterEntry, requested: Mapping[str, fl
     """Enter a publication with permanent noise of the ``requested`` scales; the entry, with the scales to use.
 
     Scales within rounding of those of earlier publications of the same base become the same, as another scale would be
-    another draw. Raises MpuError if one differs by more, unless ``again``, which makes the earlier ones void: nobody
-    has their copies.
+    another draw. Raises MpuError if one differs by more, or if the server's secret is another, unless ``again``, which
+    makes the earlier ones void: nobody has their copies.
     """
     with alone_with_private(path):
         entries = [each for each in read_register(path) if each.permanent_sigma]
         base = next((each for each in entries if _same_base(each, entry)), None)
         noise_content = base.noise_content if base else entry.content
         same = _since_replaced([each for each in entries if each.noise_content == noise_content])
+        is_lost = any(each.secret != entry.secret for each in same)
+        if is_lost and not again:
+            raise MpuError(
+                f"permanent noise of another secret than in round {same[-1].round} of run {same[-1].run}, which "
+                "published the same base: whoever gets both averages the noise away",
+                f"put {path.with_name('server.key')} back from your backup; or {OVERRIDE}",
+            )
+        if is_lost:
+            return _append(path, entry, noise_content=noise_content, permanent_sigma=dict(requested),
+                           replaces_earlier=True)  # fmt: skip
         earlier = {block: sigma for each in same for block, sigma in each.permanent_sigma.items()}
         common = earlier.keys() & requested.keys()
         alike = all(math.isclose(earlier[block], requested[block], rel_tol=SAME_SCALE) for block in common)
@@ -154,7 +166,7 @@ def draws_that_average(path: Path, sample: Sample) -> int:
             continue
         apart = math.dist(entry.sample.values, sample.values) / math.sqrt(len(sample.values))
         if apart <= SIMILAR_SIGMA * math.hypot(*entry.permanent_sigma.values()) / math.sqrt(len(entry.permanent_sigma)):
-            draws[entry.noise_content] = entry
+            draws[entry.noise_content, entry.secret] = entry
     return len(draws)
 
 
@@ -166,13 +178,8 @@ def enter_calibrated(path: Path, entry: RegisterEntry, sigma: float, rounds: int
     earlier publications void: nobody has their copies.
     """
     with alone_with_private(path):
-        earlier = _since_replaced(
-            [
-                other
-                for other in read_register(path)
-                if other.calibrated_sigma and (other.run == entry.run or _same_base(other, entry))
-            ]
-        )
+        calibrated = [each for each in read_register(path) if each.calibrated_sigma]
+        earlier = _since_replaced([each for each in calibrated if each.run == entry.run or _same_base(each, entry)])
         sigmas = [other.calibrated_sigma or math.inf for other in earlier] + [sigma]
         promises = [other.calibrated_rounds for other in earlier] + [rounds]
         holds = all(
@@ -235,7 +242,7 @@ class Fingerprints:
 
     def __init__(self, publications: Sequence[Keys]):
         self._noises: list[tuple[Noise, Scales]] = []
-        self._counts = []
+        self._counts = []  # of draws for each tensor
         for keys in publications:
             values = keys.publication
             # Of the scales only matters which are not 0: of these there are draws.
@@ -243,11 +250,7 @@ class Fingerprints:
             noise = values.noise(range(1, values.copies + 1))
             self._noises.append((noise, scales))
             self._counts.append(len(noise.subkeys("", scales)))
-
-    @property
-    def count(self) -> int:
-        """How many draws there are for each tensor."""
-        return sum(self._counts)
+        self.count = sum(self._counts)
 
     def draws_of(self, tensor: str) -> Draws:
         """The draws for ``tensor``, by its name in the base with all layers."""

@@ -14,13 +14,14 @@ import torch
 
 from mpu_cli.files.folder import left_out
 from mpu_cli.files.reader import TORCH, Checkpoint
+from mpu_cli.files.transaction import Transaction
 from mpu_cli.heap import return_freed_memory
 from mpu_cli.model.layout import without_layers
 from mpu_cli.model.source import TOKENIZER_FILES, not_in_copies, open_model
 from mpu_cli.model.transform import as_matrix
 from mpu_cli.protocol.noise import Scheme, statement
 from mpu_cli.protocol.publication import matching
-from mpu_cli.protocol.publish import Published, PublishPlan
+from mpu_cli.protocol.publish import Published, PublishPlan, remake_copy
 from mpu_cli.protocol.register import default_register_path, draws_that_average, sample_of
 from mpu_cli.protocol.verify import in_place, published_as_they_are
 from mpu_cli.wording import counted, few
@@ -55,11 +56,19 @@ class Hidden:
     draws: int
 
 
-def estimate_attack_error(plan: PublishPlan, published: Published, draws: int = 1) -> Hidden | None:
-    """The estimate for all copies of a publication, from the singular values of what fine-tuning changed in some
-    blocks; None if it changed nothing. Of layers that the copies lack an attack knows nothing. ``draws`` of permanent
-    noise of one scale average to that over √draws. Reads those blocks and layers."""
+def leakage_of(plan: PublishPlan, published: Published) -> Hidden | None:
+    """How far off the best known attack is, from the singular values of what fine-tuning changed in some blocks; None
+    without a pretrained model, if only some copies were written, or if fine-tuning changed nothing. Of layers that the
+    copies lack an attack knows nothing. Draws of permanent noise of one scale, also those of earlier publications,
+    average to that over √draws. Reads those blocks and layers."""
     base, layout, publication = plan.base, plan.base.layout, plan.publication
+    if not plan.pretrained or len(plan.copies) < publication.copies:
+        return None
+    return_freed_memory()  # of slices, which the estimate has no use for
+    draws = 1
+    if publication.derive_permanent_seed:
+        sample = sample_of(plan.full_base.checkpoint, plan.full_base.layout)
+        draws = max(1, draws_that_average(default_register_path(), sample))
     unseen = _squares_left_out(plan)
     theirs = matching(base, plan.pretrained) or {}
     blocks = {report.block: report for report in published.blocks if report.copies and report.rms}
@@ -78,10 +87,8 @@ def estimate_attack_error(plan: PublishPlan, published: Published, draws: int = 
         size, permanent = blocks[name].weights_rms, shared.get(name, 0.0)
         combined_noise = left_of(permanent, size, stored, publication.scheme)
         averaged_noise = left_of(permanent / math.sqrt(draws), size, stored, publication.scheme)
-        return _shares(
-            (_change(base.checkpoint, theirs, tensor.name) for tensor in tensors),
-            (copy_noise, combined_noise, averaged_noise),
-        )
+        changes = (_change(base.checkpoint, theirs, tensor.name) for tensor in tensors)
+        return _shares(changes, (copy_noise, combined_noise, averaged_noise))
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # the same estimate every time
@@ -114,18 +121,24 @@ def _squares_left_out(plan: PublishPlan) -> float:
 
 
 def losses_of_copy(probe: Path, plan: PublishPlan, published: Published) -> dict[str, float]:
-    """The loss per answer token on the records in ``probe``, in nats, of the base, of a copy and of the public
-    model."""
+    """The loss per answer token on the records in ``probe``, in nats, of the base, of a copy, which if it is sealed is
+    made again, and of the public model."""
     from mpu_cli.model.load import load
     from mpu_cli.model.network import read_answers
 
-    models = {"the base": plan.full_base, published.copies[0].name: open_model(str(published.copies[0]))}
-    models |= {"the public model": plan.full_pretrained} if plan.full_pretrained else {}
-    losses = {}
-    for name, source in models.items():
-        model, tokenizer = load(source, torch.float32, "auto")
-        losses[name] = read_answers(probe, tokenizer).loss(model)
-    return losses
+    with Transaction() as transaction:
+        if plan.target.recipients:
+            folder = transaction.scratch(plan.target.keys.absolute().parent)
+            copy = remake_copy(plan.full_base, published.keys, plan.copies[0], folder)
+        else:
+            copy = open_model(str(published.copies[0]))
+        models = {"the base": plan.full_base, f"copy_{plan.copies[0]}": copy}
+        models |= {"the public model": plan.full_pretrained} if plan.full_pretrained else {}
+        losses = {}
+        for name, source in models.items():
+            model, tokenizer = load(source, torch.float32, "auto")
+            losses[name] = read_answers(probe, tokenizer).loss(model)
+        return losses
 
 
 def left_of(shared: float, size: float, stored: torch.dtype, scheme: Scheme) -> float:
@@ -187,6 +200,7 @@ def seen_of(values: torch.Tensor, noise: float, rows: float, columns: float) -> 
 
 
 MIN_HIDDEN_ERROR = 0.5  # relative error of the best known attack below which little is hidden
+RUINED = 0.05  # of the base's probability of answers, below which nothing can be unlearned on a copy
 ROUNDED_AWAY = 0.1  # share of weights that noise leaves unchanged, above which storage is said to lose it
 
 
@@ -216,21 +230,17 @@ class Reviewed(Published):
         return any(remark.is_leak for remark in self.remarks)
 
     @property
+    def copy_is_ruined(self) -> bool:
+        """Whether a copy hardly knows the answers of the records that were probed, which the base knows."""
+        if not self.probed:
+            return False
+        base, copy, *_ = self.probed.values()
+        return math.exp(-copy) < RUINED * math.exp(-base)
+
+    @property
     def warnings(self) -> list[str]:
         """What is probably wrong."""
         return [remark.text for remark in self.remarks if remark.is_warning]
-
-
-def leakage_of(plan: PublishPlan, published: Published) -> Hidden | None:
-    """How far off the best known attack is; None without a pretrained model, or if only some copies were written."""
-    complete = len(plan.copies) == plan.publication.copies
-    if not (plan.pretrained and complete):
-        return None
-    return_freed_memory()  # of slices, which the estimate has no use for
-    base = plan.full_base
-    sample = sample_of(base.checkpoint, base.layout)
-    draws = draws_that_average(default_register_path(), sample) if plan.publication.derive_permanent_seed else 1
-    return estimate_attack_error(plan, published, max(1, draws))
 
 
 def remarks_on_plan(plan: PublishPlan, *, secret_factors: bool) -> Iterator[Remark]:
@@ -257,11 +267,7 @@ def remarks_on_plan(plan: PublishPlan, *, secret_factors: bool) -> Iterator[Rema
     if beside := not_in_copies(base):
         yield Remark(f"the copies do not get {few(beside)}")
     yield from _on_publication(plan, secret_factors=secret_factors)
-    yield from _on_secrecy(plan)
-
-
-def _on_secrecy(plan: PublishPlan) -> Iterator[Remark]:
-    """What the options alone give away, of whatever model."""
+    # What the options alone give away, of whatever model.
     publication = plan.publication
     noise = publication.kappa or publication.shared_kappa or publication.calibration
     if not noise:
@@ -303,11 +309,16 @@ def _on_leakage(plan: PublishPlan, leakage: Hidden) -> Iterator[Remark]:
     if publication.max_noise is not None and leakage.one_copy < MIN_HIDDEN_ERROR:
         yield Remark(
             "fine-tuning changed so much of these weights that noise which hides it would ruin the copies; "
-            "--permanent-noise, without --max-noise, tries it all the same",
+            f"--copies 1 --permanent-noise {publication.shared_kappa:g} --publish-again tries it all the same: --probe "
+            "says what such a copy still knows",
             is_warning=True,
             is_leak=True,
         )
     elif several and not publication.shared_kappa and leakage.all_copies < MIN_HIDDEN_ERROR and publication.kappa > 0:
+        recipients = plan.target.recipients
+        if len(set(map(str, recipients))) == len(recipients) > 1 and leakage.one_copy >= MIN_HIDDEN_ERROR:
+            yield Remark("each copy is for another recipient; who gets several of them takes the noise off")
+            return
         yield Remark(
             "a client that gets all copies takes the noise off; if one does, use --permanent-noise (--copies 1 is then "
             "enough)",

@@ -22,7 +22,7 @@ from mpu_cli.files.writer import nbytes_of
 from mpu_cli.model.source import Model, model_specs, open_model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.publishing import AUTO, RESTORE, Aggregating, ServerRate
-from mpu_cli.protocol.deltas import Delta, check_round, delta_paths, open_deltas, trained_differently
+from mpu_cli.protocol.deltas import Delta, check_round, delta_paths, open_deltas
 from mpu_cli.protocol.keys import Keys
 from mpu_cli.protocol.noise import ErrorEstimate, error_estimate
 from mpu_cli.protocol.register import PLANTED
@@ -278,8 +278,14 @@ class Owner:
 
     @property
     def trained_differently(self) -> tuple[tuple[int, int, str], ...]:
-        """A copy, a later one, and the tag in which they differ."""
-        return trained_differently({delta.copy: delta.manifest.trained for delta in self.deltas})
+        """A copy, a later one, and the tag in which they differ. Tags under different keys cannot be compared."""
+        references: dict[str, tuple[int, Mapping[str, str]]] = {}  # by key, the first copy with tags under it
+        unlike = []
+        for delta in self.deltas:
+            tags = delta.manifest.trained or {}
+            earlier, expected = references.setdefault(str(tags.get("key")), (delta.copy, tags))
+            unlike += [(earlier, delta.copy, name) for name in sorted(expected) if tags.get(name) != expected[name]]
+        return tuple(unlike)
 
     @property
     def algorithms(self) -> tuple[str, ...]:

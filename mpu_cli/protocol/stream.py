@@ -55,8 +55,8 @@ class BlockScale:
 class BaseScan:
     """One reading of ``base``, the part of the model that copies have, block by block.
 
-    ``pretrained``: by the base's names; ``with_content``: whether the
-    content will be asked for, which costs a rounding and a second hash of every weight.
+    ``pretrained``: by the base's names; ``with_content``: whether the content will be asked for, which costs a rounding
+    and a second hash of every weight.
     """
 
     base: Checkpoint
@@ -217,11 +217,8 @@ class CopyWriter:
     scales: Sequence[float]
     transforms: Sequence[Transform]
     writers: Sequence[CheckpointWriter]
-    pool: Executor
     observer: Observer
-    full_names: Mapping[str, str]  # of tensors, in the base with all its layers
     permanent_sigma: Mapping[str, float] | None = None
-    permanent_names: Mapping[str, str] = field(default_factory=dict)  # of tensors, where permanent noise is drawn
     sigma: dict[str, float] = field(default_factory=dict)
     shared_sigma: dict[str, float] = field(default_factory=dict)
 
@@ -234,7 +231,6 @@ class CopyWriter:
         waiting = list(blocks.items())
         reports = []
         for i, (block, tensors) in enumerate(waiting):
-            self.scan.start(block, tensors)
             scale = self.scan.scale(block, tensors)
             constant = any(tensor.constant for tensor in tensors)
             writing = [] if constant else self._start(block, tensors, scale)
@@ -292,11 +288,7 @@ class CopyWriter:
             self._weights(tensors),
             scale.task,
             tuple(
-                CopySurvival(
-                    scales.of_copy(factor),
-                    math.sqrt(squared / count),
-                    unchanged / count,
-                )
+                CopySurvival(scales.of_copy(factor), math.sqrt(squared / count), unchanged / count)
                 for factor, (squared, unchanged) in zip(self.scales, measured.tolist(), strict=True)
             ),
             scale.weights,
@@ -310,8 +302,7 @@ class CopyWriter:
         names = [transform.name(tensor) for transform in self.transforms]
         targets = [as_matrix(writer.tensor(name)) for writer, name in zip(self.writers, names, strict=True)]
         maps = [transform.of(tensor) for transform in self.transforms]
-        name = self.full_names[tensor.name]
-        subkeys = self.noise.subkeys(name, scales, self.permanent_names.get(name))
+        subkeys = self.noise.subkeys(tensor.name, scales)
         stored = targets[0].dtype
         dtype = compute_dtype(self.base.tensors[tensor.name].dtype, NAME[stored])
         if self.publication.calibration:
@@ -339,7 +330,7 @@ class CopyWriter:
             return (sums, clean.numel()) if measured else None
 
         for writer in self.writers:
-            self.pool.submit(writer.populate, tensor.name)
+            self.scan.pool.submit(writer.populate, tensor.name)
         slices = row_slices(maps, rows, columns)
         looked_at = measured_slices(len(slices))
-        return [self.pool.submit(work, *bounds, i in looked_at) for i, bounds in enumerate(slices)]
+        return [self.scan.pool.submit(work, *bounds, i in looked_at) for i, bounds in enumerate(slices)]

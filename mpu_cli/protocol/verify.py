@@ -29,7 +29,7 @@ from mpu_cli.files.reader import (
 )
 from mpu_cli.model.family import EVERY, SETS, Symmetry
 from mpu_cli.model.layout import Layout, TensorLayout, layout_of
-from mpu_cli.model.shallow import names_in_base, shallow
+from mpu_cli.model.shallow import shallow
 from mpu_cli.model.source import Model
 from mpu_cli.model.transform import TensorMap, Transform, as_matrix, row_slices
 from mpu_cli.observer import SILENT, Observer
@@ -96,12 +96,12 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
     if not 1 <= manifest.copy <= keys.copies or keys.copy_ids[manifest.copy - 1] != manifest.copy_id:
         raise MpuError(f"{copy.source}: belongs to another publication", "use the keys of that publication")
     try:
-        names = names_in_base(base, keys.publication.omitted)
+        noise = keys.publication.noise([manifest.copy], base)
     except UsageError as error:
         raise MpuError(
             f"{base.source}: is not the model that was published ({error})", "specify it with --base"
         ) from error
-    full_base, base = base, shallow(base, keys.publication.omitted)
+    base = shallow(base, keys.publication.omitted)
     layout = base.layout
     if [t.name for t in layout.parameters] != [t.name for t in copy.layout.parameters]:
         raise MpuError(f"{copy.source}: tensors differ from {base.source}")
@@ -109,11 +109,9 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
         base.checkpoint,
         copy.checkpoint,
         keys,
-        keys.publication.noise([manifest.copy]),
+        noise,
         keys.publication.transform(manifest.copy, layout),
         manifest.copy,
-        names,
-        keys.publication.permanent_names(full_base.layout),
     )
     network = _Network(base, layout) if logits else None
     observer.stage("verify", base.checkpoint.nbytes)
@@ -151,23 +149,17 @@ class _Again:
     noise: Noise
     transform: Transform
     number: int
-    full_names: Mapping[str, str]  # of tensors, in the base with all its layers
-    permanent_names: Mapping[str, str]  # of those, where permanent noise is drawn
 
     def slices(self, tensor: TensorLayout) -> Iterator[_Slice]:
         name = self.transform.name(tensor)
         clean, published = as_matrix(self.base.tensor(tensor.name)), as_matrix(self.copy.tensor(name))
         if clean.shape != published.shape:
             raise MpuError(f"{self.copy.path}: shape of {tensor.name!r} differs from the base")
-        # the dtype that publish computed in
-        dtype = (
-            torch.float64
-            if self.keys.publication.calibration
-            else compute_dtype(NAME[clean.dtype], NAME[published.dtype])
-        )
+        dtype = torch.float64  # that publish computed in
+        if not self.keys.publication.calibration:
+            dtype = compute_dtype(NAME[clean.dtype], NAME[published.dtype])
         scales = self.keys.scales(tensor.block)
-        name_in_base = self.full_names[tensor.name]
-        subkeys = self.noise.subkeys(name_in_base, scales, self.permanent_names.get(name_in_base))
+        subkeys = self.noise.subkeys(tensor.name, scales)
         mapping = self.transform.of(tensor)
         columns = clean.shape[1]
         for start, stop in row_slices([mapping], *clean.shape):
@@ -281,10 +273,11 @@ def _logits_differences(
     expected = network.logits()
     list(pool.map(fill_stored, filled))
     largest = float(expected.abs().max())
-    transformed_difference, stored_difference = (
-        float((logits - expected).abs().max()) / largest for logits in (transformed, network.logits())
-    )
-    return transformed_difference, stored_difference
+
+    def difference(logits: torch.Tensor) -> float:
+        return float((logits - expected).abs().max()) / largest
+
+    return difference(transformed), difference(network.logits())
 
 
 # Whether a family's table holds for a checkpoint: each of its symmetries, alone and together, on the real weights.
@@ -411,8 +404,6 @@ def _with_one_of_each_kind(model: Model, layout: Layout) -> Iterator[tuple[Model
     computes depends on its number."""
     from safetensors.torch import save_file
 
-    from mpu_cli.model.shallow import shallow
-
     count = len(layout.structures)
     layer_by_kind: dict[tuple, int] = {}
     for layer, structure in enumerate(layout.structures):
@@ -476,17 +467,15 @@ def _apply(
     then."""
     moves = {t.name for t in layout.tensors.values() if transform.of(t).moves or transform.name(t) != t.name}
     for tensor in layout.tensors.values():
-        if any(tensor.axes) and tensor.name in moves | before:
-            _write(model, tensor, transform, views[transform.name(tensor)])
+        if not any(tensor.axes) or tensor.name not in moves | before:
+            continue
+        mapping, view = transform.of(tensor), views[transform.name(tensor)]
+        weights = as_matrix(model.checkpoint.tensor(tensor.name))
+        target = torch.empty(weights.shape, dtype=view.dtype)
+        for start, stop in row_slices([mapping], *weights.shape):
+            mapping.put(target, mapping.forward(weights[start:stop].to(view.dtype), start), start)
+        view.copy_(target.view(view.shape))
     return moves
-
-
-def _write(model: Model, tensor: TensorLayout, transform: Transform, view: torch.Tensor) -> None:
-    mapping, weights = transform.of(tensor), as_matrix(model.checkpoint.tensor(tensor.name))
-    target = torch.empty(weights.shape, dtype=view.dtype)
-    for start, stop in row_slices([mapping], *weights.shape):
-        mapping.put(target, mapping.forward(weights[start:stop].to(view.dtype), start), start)
-    view.copy_(target.view(view.shape))
 
 
 @torch.no_grad()

@@ -492,6 +492,17 @@ def test_a_folder_says_what_is_next(mpu: Callable, root: Path) -> None:
     assert "copy_9 (" in mpu("inspect", ".", "--json", cwd=root).json["not readable"][0]
 
 
+def test_a_folder_for_each_client_is_looked_into(mpu: Callable, root: Path) -> None:
+    """`publish --out hospital --keys hospital.bin` leaves copies where `status` finds them; models that lie deeper, as
+    the demo's do, are not the request's."""
+    mpu("publish", "base", "--copies", 2, "--out", "hospital", "--keys", "hospital.bin", cwd=root)
+    save(random_model("llama"), root / "demo/models/target")
+    account = mpu("status", "--json", cwd=root).json
+    assert (account["other"], account["keys"]) == ({"models": ["base"]}, ["hospital.bin"])
+    assert account["rounds"][0]["made"] == {"1": "hospital/copy_1", "2": "hospital/copy_2"}
+    assert account["next"][0]["step"] == "mpu unlearn hospital/copy_1 hospital/copy_2 --out deltas/"
+
+
 def test_what_is_next_can_be_pasted(mpu: Callable, root: Path) -> None:
     """From another folder, with spaces in the path: the commands that `status` prints lead to the new model."""
     folder = root / "my round"
@@ -541,7 +552,8 @@ def test_what_aggregate_says_is_next_can_be_pasted(mpu: Callable, root: Path, no
     assert (before.calibration is None) == (after.calibration is None)
     if before.calibration and after.calibration:
         assert before.calibration.epsilon == after.calibration.epsilon
-    assert "who runs `mpu check round_2/copy_1 …`" in published.err
+    assert "send round_2/copy_1" in published.err
+    assert "who runs `mpu check copy_1 …`" in published.err
 
 
 def test_quiet_leaves_results_and_warnings(mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -454,9 +454,9 @@ READERS: dict[str, tuple[str, ...] | str] = {
     "toml.py": ("recipe",),
     "training/copycheck.py": ("tokenizer",),
     "training/execution.py": "a seal that is checked with the client's secret",
-    "training/job.py": "a digest that is compared",
     "training/ledger.py": ("ledger",),
     "training/loop.py": "the training's own log",
+    "training/unlearn.py": "a digest that is compared",
 }
 
 

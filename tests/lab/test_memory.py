@@ -98,9 +98,9 @@ def test_the_dry_run_says_the_same(mpu: Callable, tmp_path: Path) -> None:
 
 
 def test_amounts_of_memory() -> None:
-    amounts = {"24GB": 24e9, "80 GiB": 80 * 2**30, "512M": 512e6, "1.5TB": 1.5e12, "7": 7}
+    amounts = {"24GB": 24e9, "80 GiB": 80 * 2**30, "512M": 512e6, "1.5TB": 1.5e12, "7000000": 7e6}
     assert {text: bytes_of(text) for text in amounts} == amounts
-    for wrong in ("", "GB", "-1GB", "24 apples", "0GB"):
+    for wrong in ("", "GB", "-1GB", "24 apples", "0GB", "24"):
         with pytest.raises(UsageError):
             bytes_of(wrong)
 

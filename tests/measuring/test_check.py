@@ -243,7 +243,7 @@ def test_a_receipt_is_signed_by_both_and_by_nobody_else(mpu: Callable, folder: P
     edit(path, checked={"date": "2026-01-01", "model": None})
     assert "not both there" in mpu("receipt", path, check=False).err
     path.write_text(unsigned)
-    assert "go together" in mpu("receipt", path, "--keys", folder / "same.bin", check=False).err
+    mpu("receipt", path, "--copy", folder / "same/copy_1", refused="add --keys FILE", status=2)
     status = folder / "status"  # as the client has it: whose turn it is follows from the verdict
     shutil.copytree(folder / "same/copy_1", status / "copy_1")
     shutil.copy(path, status)
@@ -392,6 +392,31 @@ def test_a_receipt_is_of_these_records_and_of_this_model(
     assert "other records" in mpu("receipt", path, *records, check=False).err
     assert "those that were measured" in mpu("receipt", path, *records, "--opening", key).err
     assert "other records" in mpu("receipt", path, "--forget", demo.retain, "--opening", key, check=False).err
+
+
+@pytest.mark.slow
+def test_the_server_countersigns_without_the_copy(mpu: Callable, folder: Path, demo: DemoModel, tmp_path: Path) -> None:
+    """One that it sealed for its client it cannot read: it makes it again from the model, and sees another."""
+    keys = tmp_path / "keys.bin"
+    mpu("publish", demo.model, "--copies", 1, "--kappa", 0, "--permanent-noise", 0.01, "--dtype", "float32",
+        "--max-noise", 0.5, "--copy-recipients", default_identity_path(), "--out", tmp_path,
+        "--keys", keys)  # fmt: skip
+    check(mpu, tmp_path / "copy_1.age", folder, demo, "--receipt", tmp_path / "receipt.json")
+    before = sorted(tmp_path.iterdir())
+    for base in ((), ("--base", demo.model), ("--base", demo.model)):  # again, as it may be asked to
+        assert "return" in mpu("receipt", tmp_path / "receipt.json", "--keys", keys, *base).err
+        model = fingerprint(open_checkpoint(demo.model)) if base else None
+        assert json.loads((tmp_path / "receipt.json").read_text())["checked"]["model"] == model
+    facts = mpu("inspect", tmp_path / "receipt.json", "--json").json
+    assert (facts["signed by"], facts["verdict"][:4]) == ("client, server", "fail")
+    assert sorted(tmp_path.iterdir()) == before
+    weights = load_file(folder / "same/copy_1/model.safetensors")
+    shutil.copytree(folder / "same/copy_1", tmp_path / "changed")
+    metadata = open_checkpoint(folder / "same/copy_1").metadata
+    save_file({**weights, "model.norm.weight": 2 * weights["model.norm.weight"]},
+              tmp_path / "changed/model.safetensors", metadata)  # fmt: skip
+    check(mpu, tmp_path / "changed", folder, demo, "--receipt", tmp_path / "changed.json")
+    mpu("receipt", tmp_path / "changed.json", "--keys", folder / "same.bin", refused="other weights were measured")
 
 
 @pytest.mark.slow

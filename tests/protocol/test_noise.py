@@ -20,7 +20,7 @@ N = 400_000
 
 
 def noise_of(factors, sigma=0.5, dtype=torch.float32, n=N, kind=ZeroSum):
-    noise = Noise(Randomness(KEY), 1, kind(tuple(factors)))
+    noise = Noise(Randomness(KEY), 1, kind(tuple(factors)).mixing)
     return torch.stack(noise.of_copies(noise.draws(noise.subkeys("t", Scales(sigma)), 0, n, dtype), Scales(sigma)))
 
 

@@ -128,9 +128,7 @@ GEMMA4 = replace(
         *INPUT_NORMS, *rms_norm("pre_feedforward_layernorm"), *rms_norm("post_feedforward_layernorm"),
         *linear("self_attn.q_proj", "query", "model", bias="attention_bias"),
         *linear("self_attn.k_proj", "key", "model", bias="attention_bias", when=makes_keys),
-        *linear(
-            "self_attn.v_proj", "value", "model", bias="attention_bias", when=makes_values
-        ),
+        *linear("self_attn.v_proj", "value", "model", bias="attention_bias", when=makes_values),
         *linear("self_attn.o_proj", "model", "mixed", bias="attention_bias"),
         SHARED_NORM[0], replace(SHARED_NORM[1], when=makes_keys), *gated_ffn(),
         *linear("per_layer_input_gate", "|channel|", "model", when=has_channels),

@@ -27,6 +27,7 @@ from mpu_cli.model.families.parts import (
     linear,
     negate,
     numbered_ffn,
+    only_if,
     rms_norm,
     share_of_head,
     sparse_ffn,
@@ -38,30 +39,26 @@ from mpu_cli.model.family import Config, Fused, Rule, Sizes, Tensor
 # Layers of attention, whose output is gated, among layers of a gated delta net.
 is_attention, is_delta_net = layer_type_is("full_attention"), layer_type_is("linear_attention")
 
-_ATTENTION3_5 = tuple(
-    replace(tensor, when=is_attention)
-    for tensor in (
-        Tensor("self_attn.q_proj.weight", (Fused(("query", "|mixed|"), "heads"), "model")),
-        Tensor("self_attn.k_proj.weight", ("key", "model")),
-        Tensor("self_attn.v_proj.weight", ("value", "model")),
-        Tensor("self_attn.o_proj.weight", ("model", "mixed")),
-        *SHARED_NORM,
-    )
+_ATTENTION3_5 = only_if(
+    is_attention,
+    Tensor("self_attn.q_proj.weight", (Fused(("query", "|mixed|"), "heads"), "model")),
+    Tensor("self_attn.k_proj.weight", ("key", "model")),
+    Tensor("self_attn.v_proj.weight", ("value", "model")),
+    Tensor("self_attn.o_proj.weight", ("model", "mixed")),
+    *SHARED_NORM,
 )
 
-_DELTA_NET = tuple(
-    replace(tensor, when=is_delta_net)
-    for tensor in (
-        Tensor("linear_attn.A_log", ("delta-head",)),
-        Tensor("linear_attn.dt_bias", ("delta-head",)),
-        Tensor("linear_attn.conv1d.weight", (("delta-key", "delta-key", "delta-value"), "one", "taps")),
-        Tensor("linear_attn.in_proj_qkv.weight", (("delta-key", "delta-key", "delta-value"), "model")),
-        Tensor("linear_attn.in_proj_z.weight", ("delta-value", "model")),
-        Tensor("linear_attn.in_proj_a.weight", ("delta-head", "model")),
-        Tensor("linear_attn.in_proj_b.weight", ("delta-head", "model")),
-        Tensor("linear_attn.norm.weight", ("|delta|",)),
-        Tensor("linear_attn.out_proj.weight", ("model", "delta-value")),
-    )
+_DELTA_NET = only_if(
+    is_delta_net,
+    Tensor("linear_attn.A_log", ("delta-head",)),
+    Tensor("linear_attn.dt_bias", ("delta-head",)),
+    Tensor("linear_attn.conv1d.weight", (("delta-key", "delta-key", "delta-value"), "one", "taps")),
+    Tensor("linear_attn.in_proj_qkv.weight", (("delta-key", "delta-key", "delta-value"), "model")),
+    Tensor("linear_attn.in_proj_z.weight", ("delta-value", "model")),
+    Tensor("linear_attn.in_proj_a.weight", ("delta-head", "model")),
+    Tensor("linear_attn.in_proj_b.weight", ("delta-head", "model")),
+    Tensor("linear_attn.norm.weight", ("|delta|",)),
+    Tensor("linear_attn.out_proj.weight", ("model", "delta-value")),
 )
 
 _SIZES3_5: Sizes = {
@@ -209,8 +206,7 @@ LFM3 = replace(
         *rms_norm("post_operator_norm", "use_sandwich_norm"), *rms_norm("post_ffn_norm", "use_sandwich_norm"),
         *numbered_ffn(), *short_convolution(is_convolution3),
         *attention(when=negate(is_convolution3)),
-        Tensor("self_attn.q_norm.weight", ("|head|",), negate(is_convolution3)),
-        Tensor("self_attn.k_norm.weight", ("|head|",), negate(is_convolution3)),
+        *only_if(negate(is_convolution3), *SHARED_NORM),
         Tensor("self_attn.g_proj.weight", ("head", "model"), _GATE_OF_HEADS, ("self_attn.gate_proj.weight",)),
     ),
     defaults={

@@ -9,6 +9,7 @@ from mpu_cli.model.families.llama import LLAMA
 from mpu_cli.model.families.mixtures import GLM4_MOE
 from mpu_cli.model.families.parts import (
     INPUT_NORMS,
+    SIZES,
     after_dense,
     entry,
     gated_ffn,
@@ -41,18 +42,12 @@ _MLA = (
 )
 
 _MLA_SIZES: Sizes = {
-    "model": "hidden_size", "ffn": "intermediate_size", "vocab": "vocab_size", "layers": "num_hidden_layers",
-    "heads": "num_attention_heads", "kv_heads": "num_attention_heads", "head_dim": "qk_rope_head_dim",
+    **SIZES, "kv_heads": "num_attention_heads", "head_dim": "qk_rope_head_dim",
     "q-latent": lambda config, _: config.get("q_lora_rank") or None, "kv-latent": "kv_lora_rank",
     "mla-free": "qk_nope_head_dim", "mla-key": "qk_rope_head_dim", "mla-value": "v_head_dim",
     "mla-query": size_of_heads("qk_nope_head_dim", "qk_rope_head_dim"),
     "mla-key-value": size_of_heads("qk_nope_head_dim", "v_head_dim"), "mla-mixed": size_of_heads("v_head_dim"),
 }  # fmt: skip
-
-
-def planes_by_config(config: Config, _: int) -> str:
-    """Which coordinates DeepSeek's RoPE pairs."""
-    return "neighbours" if config.get("rope_interleave", True) else "halves"
 
 
 YOUTU = replace(
@@ -61,7 +56,7 @@ YOUTU = replace(
     sizes=_MLA_SIZES,
     layer_tensors=(*INPUT_NORMS, *_MLA, *gated_ffn()),
     planes=None,
-    latent=planes_by_config,
+    latent=lambda config, _: "neighbours" if config.get("rope_interleave", True) else "halves",  # which RoPE pairs
     defaults={"tie_word_embeddings": True},
     unless={"pad_token_id": None},  # transformers zeroes that row of the embedding whenever it loads the model
     note="latents keep order and signs; without `pad_token_id`",

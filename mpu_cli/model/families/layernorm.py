@@ -22,7 +22,7 @@ from mpu_cli.model.families.parts import (
     unless,
     where_rope,
 )
-from mpu_cli.model.family import Axis, Config, Family, Fused, Sizes, Tensor
+from mpu_cli.model.family import Axis, Config, Family, Fused, Tensor
 
 LAYER_NORMS = (*layer_norm("input_layernorm"), *layer_norm("post_attention_layernorm"))
 
@@ -86,14 +86,12 @@ PHI = replace(
     unless={"qk_layernorm": False},
 )  # fmt: skip
 
-_NEOX: Sizes = {
-    "model": "hidden_size", "ffn": "intermediate_size", "vocab": "vocab_size", "layers": "num_hidden_layers",
-    "heads": "num_attention_heads", "kv_heads": "num_attention_heads",
-}  # fmt: skip
-
 GPT_NEOX = Family(
     model_types=("gpt_neox",),
-    sizes=_NEOX,
+    sizes={
+        "model": "hidden_size", "ffn": "intermediate_size", "vocab": "vocab_size", "layers": "num_hidden_layers",
+        "heads": "num_attention_heads", "kv_heads": "num_attention_heads",
+    },
     prefix="gpt_neox.",
     layer="gpt_neox.layers.{i}.",
     tensors=ends("gpt_neox.embed_in", *layer_norm("gpt_neox.final_layer_norm"), head="embed_out"),
@@ -124,10 +122,8 @@ GPT2 = Family(
     },
     prefix="transformer.",
     layer="transformer.h.{i}.",
-    tensors=(
-        Tensor("transformer.wte.weight", ("vocab", "model")),
-        Tensor("transformer.wpe.weight", ("position", "model")),
-        *layer_norm("transformer.ln_f"), Tensor("lm_head.weight", ("vocab", "model")),
+    tensors=ends(
+        "transformer.wte", Tensor("transformer.wpe.weight", ("position", "model")), *layer_norm("transformer.ln_f"),
     ),
     layer_tensors=(
         *layer_norm("ln_1"), *layer_norm("ln_2"),
@@ -322,11 +318,11 @@ BIOGPT = replace(
     sizes={**{size: source for size, source in OPT.sizes.items() if size != "embed"}, "ffn": "intermediate_size"},
     prefix="biogpt.",
     layer="biogpt.layers.{i}.",
-    tensors=(
-        Tensor("biogpt.embed_tokens.weight", ("vocab", "model")),
+    tensors=ends(
+        "biogpt.embed_tokens",
         Tensor("biogpt.embed_positions.weight", ("position", "model")),
         *layer_norm("biogpt.layer_norm"),
-        Tensor("output_projection.weight", ("vocab", "model")),
+        head="output_projection",
     ),
     heads=("output_projection.weight",),
     unless={},

@@ -16,9 +16,9 @@ from mpu_cli.model.families.parts import (
     ends,
     entry,
     gated_ffn,
+    has_rope_theta,
+    is_rope_layer,
     layer_type_is,
-    list_entry,
-    listed_or_every,
     plain_ffn,
     rms_norm,
     share_of_head,
@@ -91,7 +91,7 @@ GRANITE_SWA = replace(
     GRANITE,
     model_types=("granite_swa",),
     layer_tensors=(*GRANITE.layer_tensors, Tensor("self_attn.sinks", ("head",))),
-    rotary=where_rope(list_entry("layer_rope_theta")),
+    rotary=where_rope(has_rope_theta),
     defaults={"tie_word_embeddings": True, "num_key_value_heads": 4},
 )
 
@@ -124,7 +124,7 @@ APERTUS = replace(
 SMOLLM3 = replace(
     LLAMA,
     model_types=("smollm3",),
-    rotary=where_rope(listed_or_every("no_rope_layers", "no_rope_layer_interval", 4)),
+    rotary=where_rope(is_rope_layer),
     defaults={"tie_word_embeddings": True, "num_key_value_heads": 4},
 )
 

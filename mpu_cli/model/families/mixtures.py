@@ -24,16 +24,16 @@ from mpu_cli.model.families.parts import (
     experts,
     gated_ffn,
     granite_experts,
+    has_rope_theta,
     is_listed_or_after_dense,
     is_listed_or_after_first,
+    is_rope_layer,
     is_sparse,
     layer_norm,
     layer_type_is,
     linear,
-    list_entry,
-    listed_or_every,
     negate,
-    of_each_layer,
+    only_if,
     renamed_parts,
     rms_norm,
     share_of_head,
@@ -125,11 +125,6 @@ def is_ernie_mixture(config: Config, layer: int) -> bool:
     return in_range and (layer + 1) % int(config["moe_layer_interval"] or 1) == 0
 
 
-def has_shared_experts(config: Config, layer: int) -> bool:
-    """Whether a layer of Ernie 4.5 has experts that all tokens share."""
-    return is_ernie_mixture(config, layer) and int(config["moe_num_shared_experts"]) > 0
-
-
 ERNIE4_5_MOE = replace(
     ERNIE4_5,
     model_types=("ernie4_5_moe",),
@@ -143,7 +138,7 @@ ERNIE4_5_MOE = replace(
         *sparse_ffn(is_ernie_mixture, (), "use_bias", shared=""),
         Tensor("mlp.gate.moe_statics.e_score_correction_bias", ("one", "expert"), is_ernie_mixture,
                ("mlp.moe_statics.e_score_correction_bias",), trained=False),
-        *gated_ffn("use_bias", "mlp.shared_experts", "s-", when=has_shared_experts),
+        *gated_ffn("use_bias", "mlp.shared_experts", "s-", when=both(is_ernie_mixture, "moe_num_shared_experts")),
     ),
     dead=("*mtp*",),
     defaults={
@@ -202,7 +197,7 @@ GRANITEMOE_SWA = replace(
         *(replace(tensor, parts=()) for tensor in granite_experts()),
         *(tensor for tensor in GRANITEMOE.layer_tensors if tensor.name.startswith("shared_mlp.")),
     ),
-    rotary=where_rope(list_entry("layer_rope_theta")),
+    rotary=where_rope(has_rope_theta),
 )  # fmt: skip
 
 GLM4_MOE = replace(
@@ -215,8 +210,7 @@ GLM4_MOE = replace(
     },
     layer_tensors=(
         *INPUT_NORMS, *attention("attention_bias", False),
-        Tensor("self_attn.q_norm.weight", ("|head|",), "use_qk_norm"),
-        Tensor("self_attn.k_norm.weight", ("|head|",), "use_qk_norm"),
+        *only_if("use_qk_norm", *SHARED_NORM),
         *sparse_ffn(after_dense),
     ),
     rotary=share_of_head("partial_rotary_factor"),
@@ -258,7 +252,7 @@ LLAMA4 = replace(
         *gated_ffn(name="feed_forward.shared_expert", prefix="s-", when=is_mixture),
     ),
     planes="neighbours",
-    rotary=where_rope(listed_or_every("no_rope_layers", "no_rope_layer_interval", 4)),
+    rotary=where_rope(is_rope_layer),
     unless={},
     defaults={"num_key_value_heads": 8, "head_dim": 128, "num_local_experts": 16, "intermediate_size_mlp": 16384},
     note="text only",
@@ -381,7 +375,12 @@ LAGUNA = replace(
     QWEN3_MOE,
     model_types=("laguna",),
     sizes={**SIZES, **EXPERTS, "shared_ffn": "shared_expert_intermediate_size"},
-    layer_sizes={"heads": of_each_layer("num_attention_heads_per_layer", "num_attention_heads")},
+    layer_sizes={
+        "heads": lambda config, layer: (
+            config["num_attention_heads_per_layer"][layer] if config.get("num_attention_heads_per_layer")
+            else config["num_attention_heads"]
+        ),
+    },
     layer_tensors=(
         *INPUT_NORMS, *attention(), *SHARED_NORM,
         *linear("self_attn.g_proj", "head", "model", when=negate(gates_elements)),

@@ -51,19 +51,15 @@ def layer_type_is(kind: str, pattern: str = "sliding_window_pattern", every: int
     return rule
 
 
-def listed_or_every(name: str, interval: str, every: int) -> Rule:
-    """The entry of a layer in the list ``name``; without one, 0 in every n-th layer."""
-
-    def rule(config: Config, layer: int) -> int:
-        table = config.get(name)
-        return int(table[layer]) if table else int((layer + 1) % int(config.get(interval) or every) != 0)
-
-    return rule
+def is_rope_layer(config: Config, layer: int) -> bool:
+    """Whether a layer has RoPE: by its entry in ``no_rope_layers``; without the list, all but every n-th have it."""
+    listed = config.get("no_rope_layers")
+    return bool(int(listed[layer]) if listed else (layer + 1) % int(config.get("no_rope_layer_interval") or 4))
 
 
-def list_entry(name: str) -> Rule:
-    """The entry of a layer in the list ``name``; without one, 1."""
-    return lambda config, layer: config[name][layer] if config.get(name) else 1
+def has_rope_theta(config: Config, layer: int) -> bool:
+    """Whether the base frequency of a layer's RoPE is not 0; without a list, every layer has one."""
+    return bool(config["layer_rope_theta"][layer]) if config.get("layer_rope_theta") else True
 
 
 def sparse_by_type(otherwise: Rule) -> Rule:
@@ -74,16 +70,6 @@ def sparse_by_type(otherwise: Rule) -> Rule:
         return bool(kinds[layer] == "sparse" if kinds else otherwise(config, layer))
 
     return rule
-
-
-def of_each_layer(name: str, otherwise: str) -> Rule:
-    """The entry of a layer in the list ``name``; without one, the same entry for all layers."""
-    return lambda config, layer: config[name][layer] if config.get(name) else config[otherwise]
-
-
-def times(factor: int, name: str) -> Rule:
-    """A size that is a multiple of another."""
-    return lambda config, _: factor * int(config[name])
 
 
 def shared_width(count: str) -> Rule:
@@ -197,9 +183,9 @@ def experts(when: str | Rule | None = None, names: tuple[str, str, str] = ("gate
     )
 
 
-def ends(embedding: str, *norm: Tensor, head: str = "lm_head", bias: str | bool = False) -> tuple[Tensor, ...]:
+def ends(embedding: str, *others: Tensor, head: str = "lm_head", bias: str | bool = False) -> tuple[Tensor, ...]:
     """What is before and after the layers."""
-    return Tensor(f"{embedding}.weight", ("vocab", "model")), *norm, *linear(head, "vocab", "model", bias=bias)
+    return Tensor(f"{embedding}.weight", ("vocab", "model")), *others, *linear(head, "vocab", "model", bias=bias)
 
 
 SHARED_NORM = (Tensor("self_attn.q_norm.weight", ("|head|",)), Tensor("self_attn.k_norm.weight", ("|head|",)))
@@ -240,7 +226,7 @@ def sparse_ffn(
     """Feed-forward layers: dense ones, or experts in groups with ``shared`` experts beside them."""
     return (
         *gated_ffn(bias, when=negate(when)),
-        *(replace(tensor, when=when) for tensor in (ROUTER, *correction)),
+        *only_if(when, ROUTER, *correction),
         *experts(when),
         *(gated_ffn(bias, name=shared, prefix="s-", when=when) if shared else ()),
     )
@@ -262,6 +248,11 @@ def numbered_ffn(when: Rule | None = None) -> tuple[Tensor, ...]:
         *linear("feed_forward.w1", "gate", "model", when=when), *linear("feed_forward.w3", "up", "model", when=when),
         *linear("feed_forward.w2", "model", "ffn", when=when),
     )  # fmt: skip
+
+
+def only_if(when: str | Rule, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """``tensors`` that exist if the config entry, or the rule, says so."""
+    return tuple(replace(tensor, when=when) for tensor in tensors)
 
 
 def renamed_parts(when: Rule, names: dict[str, str], *tensors: Tensor) -> tuple[Tensor, ...]:
