@@ -13,8 +13,8 @@ from mpu_cli.options.declare import option
 
 @dataclass(frozen=True, kw_only=True)
 class Keygen(Command):
-    """Make an age identity (mode 0600). It opens what is sealed for its public key, the printed line that begins with
-    age1: copies (`publish --copy-recipients`), or keys (`publish --recipient`). Send that line, never the file.
+    """Make an age identity (mode 0600). It opens what is sealed for its public key, the printed age1…: copies (`publish
+    --copy-recipients`), or keys (`publish --recipient`). Send that key, never the file.
 
     Prints the path of the identity; the public key goes to standard error.
     """
