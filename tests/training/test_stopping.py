@@ -21,7 +21,7 @@ from mpu_cli.records.forms import Record, question
 from mpu_cli.records.knowledge import share_left
 from mpu_cli.training import stopping
 from mpu_cli.training.data import Dataset
-from mpu_cli.training.stopping import LEAST_HELD_OUT, TrainingNoise, hold_out
+from mpu_cli.training.stopping import LEAST_HELD_OUT, Scorer, TrainingNoise, hold_out
 from tests.helpers.models import DemoModel
 
 
@@ -68,6 +68,20 @@ def probabilities(folder: Path, records: Path) -> float:
             logits = model(ids).logits[0, len(prompt) - 1 : -1]
         values.append(float((-torch.nn.functional.cross_entropy(logits, ids[0, len(prompt) :])).exp()))
     return fmean(values)
+
+
+def test_under_noise_answers_fall_further_by_a_multiple_of_what_there_is_to_forget() -> None:
+    """Records of which a stranger guesses much are pushed less far below what it guesses: a part of the fall comes over
+    to the server's model, whatever its length."""
+    multiples = []
+    for known, stranger in ((0.9, 0.1), (0.8, 0.45)):
+        scorer = object.__new__(Scorer)
+        scorer.before, scorer._public = {"forget": [known] * 3, "unseen": [stranger] * 3}, None
+        assert scorer.level_at(0.0) == pytest.approx(math.log(stranger), abs=0.05)  # to tenths
+        falls = [math.log(known) - scorer.level_at(noise) for noise in (0.0, 0.08)]
+        assert falls[1] > falls[0] > 0
+        multiples.append(falls[1] / falls[0])
+    assert multiples[0] == pytest.approx(multiples[1], rel=0.15)
 
 
 @pytest.mark.slow
