@@ -93,7 +93,7 @@ def draw(found: dict[tuple[str, str, int, float], dict], path: Path) -> None:
         for key, told in found.items()
     ]
     figure = make_figure([panel("paper"), panel("all")], "What the attacks recover (m = 2, float32; thin: blocks)")
-    write_figure(figure, path, "Audit", ["", *there], rows, force=True)
+    write_figure(figure, path, "Audit", header=["", *there], rows=rows, force=True)
 
 
 def audit(base: Path, reference: Path | None, plot: Path | None) -> None:

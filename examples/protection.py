@@ -328,7 +328,8 @@ def draw(files: list[Path], path: Path) -> None:
 
         return drawn
 
-    write_figure(make_figure([panel(file) for file in files], None), path, "Unlearning on copies", [], [], force=True)
+    figure = make_figure([panel(file) for file in files], None)
+    write_figure(figure, path, "Unlearning on copies", header=[], rows=[], force=True)
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 BUSY = 0.5  # of the time of each core, for other programs
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Estimate:
     """What a round costs. ``model``: as it is sent; ``tokens``: that training reads per copy, if the records are known;
     ``peak``: memory of the client; ``suggestion``: what makes it fit into ``room``, if it does not."""
@@ -116,7 +116,10 @@ class Plan(Command):
         suggestion = None
         if room is not None and peak.total > room:
             suggestion = way_to_fit(opened, unlearning, objective, work, room)
-        return Estimate(opened, disguise, scheme, costs, machine, tokens, peak, work, room, suggestion)
+        return Estimate(
+            model=opened, disguise=disguise, scheme=scheme, costs=costs, machine=machine, tokens=tokens, peak=peak,
+            work=work, room=room, suggestion=suggestion,
+        )  # fmt: skip
 
     def report(self, estimate: Estimate, observer: Observer) -> Report:
         scheme, disguise, costs, peak = estimate.scheme, estimate.disguise, estimate.costs, estimate.peak

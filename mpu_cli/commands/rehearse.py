@@ -172,15 +172,13 @@ def _try_steps(base: Model, updated: Model, keys: Keys, plan: UnlearnPlan, obser
     from mpu_cli.model.load import load
     from mpu_cli.protocol.round import steps_between
     from mpu_cli.training.data import encoded_sets
-    from mpu_cli.training.losses import objective_of
     from mpu_cli.training.rates import scored_at_once
     from mpu_cli.training.stopping import Scorer
     from mpu_cli.training.unlearn import probabilities_under
 
     options, device = plan.options, plan.options.training.device
     model, tokenizer = load(base, torch.float32, device)
-    objective = objective_of(options.algo, options.loss)
-    encoded, _ = encoded_sets(model, tokenizer, plan.data, options, objective, SILENT)
+    encoded, _ = encoded_sets(model, tokenizer, plan.data, options)
     examples = {name: encoded[name][0] for name in encoded}
     at_once, public = scored_at_once(options.training, model.device), None
     if keys.reference is not None and "unseen" not in examples:

@@ -235,7 +235,7 @@ def _play(folder: Path, pretrained: Model | None, story: Story, seed: int, obser
     paths = {name: _write(folder / "records" / f"{files[name]}.jsonl", group) for name, group in sets.items()}
     forget, retain, holdout = (read_records(path) for path in paths.values())
     eval_paths = paths | {"retain": _write(folder / "records" / "asked.jsonl", sets["retain"][: story.evaluated])}
-    _teach(folder / "models", pretrained, story, (forget, retain, holdout), seed, observer)
+    _teach(folder / "models", pretrained, story, sets=[forget, retain, holdout], seed=seed, observer=observer)
     what_follows = f". The client wants {story.forgotten} of them forgotten."
     if story.retain_model:
         facts = f"the {len(forget)} facts about {story.forgotten} of them"
@@ -292,7 +292,7 @@ def _play(folder: Path, pretrained: Model | None, story: Story, seed: int, obser
 
 
 def _teach(
-    models: Path, pretrained: Model | None, story: Story, sets: tuple[list[Record], ...], seed: int, observer: Observer
+    models: Path, pretrained: Model | None, story: Story, *, sets: list[list[Record]], seed: int, observer: Observer
 ) -> None:
     """Make the models that the story begins with."""
     forget, retain, holdout = sets

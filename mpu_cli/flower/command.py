@@ -95,8 +95,8 @@ class Watch(Command):
         if not self.once:
             observer.note(f"waiting for copies at {spool / 'in' / 'RUN' / 'round_R' / 'copy_K'}; Ctrl-C stops")
         watching = Watching(
-            Spool(spool), work, data, self.unlearning, observer, report_result, self.max_deltas, self.copy_timeout,
-            self.checks,
+            spool=Spool(spool), work=work, data=data, options=self.unlearning, observer=observer,
+            on_delta=report_result, most=self.max_deltas, seconds=self.copy_timeout, checks=self.checks,
         )  # fmt: skip
         return watching.watch(self.poll, self.once)
 

@@ -298,7 +298,7 @@ def read_answers(path: Path) -> list[AnsweredCopy]:
     return answers
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Watching:
     """What is unlearned, and where: ``work`` is private, only finished deltas go to the spool.
 

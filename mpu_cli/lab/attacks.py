@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 
 import torch
@@ -19,7 +20,7 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
 from mpu_cli.files.reader import all_finite
 from mpu_cli.lab.alignment import layer_maps, model_maps, residual_map, undo
-from mpu_cli.model.layout import Layout, TensorLayout
+from mpu_cli.model.layout import TensorLayout
 from mpu_cli.model.sampling import AxisMap, Maps
 from mpu_cli.model.shallow import shallow
 from mpu_cli.model.source import Model
@@ -251,7 +252,7 @@ def audit(
     if noise.copies != len(copies):
         raise UsageError(f"{noise.copies} noise factors for {len(copies)} copies", "give one for each copy")
     layout = base.layout
-    attacker = _Attacker(layout, copies, base, reference, noise, symmetries, publications)
+    attacker = _Attacker(copies, base, reference, noise=noise, symmetries=symmetries, publications=publications)
     blocks = [block for block, tensors in layout.blocks.items() if not any(t.constant for t in tensors)]
     if fast:
         layers = [block for block in blocks if layout.blocks[block][0].layer is not None]
@@ -285,12 +286,12 @@ def _weights(noise: Scheme, publications: Sequence[object]) -> torch.Tensor:
 
 class _Attacker:
     def __init__(
-        self, layout: Layout, copies: Sequence[Model], base: Model, reference: Model | None, noise: Scheme,
-        symmetries: str, publications: Sequence[object],
+        self, copies: Sequence[Model], base: Model, reference: Model | None, *, noise: Scheme, symmetries: str,
+        publications: Sequence[object],
     ):  # fmt: skip
         models = [base, *copies, *([reference] if reference else [])]
         self._by_model = {id(model): _matched(model, base) for model in models}
-        self._layout, self._copies, self._base, self._reference = layout, copies, base, reference
+        self._layout, self._copies, self._base, self._reference = base.layout, copies, base, reference
         self._symmetries = symmetries
         self._noise = noise
         self._several = len(set(publications)) > 1
@@ -351,6 +352,7 @@ class _Attacker:
         audit.task[block] = _square({n: w - public[n] for n, w in truth.items()}) if public else audit.weights[block]
         count = sum(w.numel() for w in truth.values())
         audit.unmoved[block] = sum(float((copies[0][n] == w).sum()) for n, w in truth.items()) / count
+        score = partial(self._score, block=block, tensors=tensors, truth=truth)
         together = None
         if len(copies) > 1:
             first_copy = self._copies[0]
@@ -361,28 +363,28 @@ class _Attacker:
             together = self._mean(lined, self._weights_of_copies)
             if TWO_COPIES.name in audit.attacks:
                 pair = self._mean(lined[:2], Extrapolated(self._noise.factors[:2]).fitted_weights)
-                self._score(TWO_COPIES, block, tensors, first_copy, pair, truth)
+                score(TWO_COPIES, first_copy, pair)
             self._own_gram += differences(lined, {name: torch.zeros(()) for name in truth})
             smallest = self._mean(lined, nearest(self._own_gram))
-            self._score(ALL_SMALLEST, block, tensors, first_copy, smallest, truth)
-            self._score(ALL_COPIES, block, tensors, first_copy, together, truth)
+            score(ALL_SMALLEST, first_copy, smallest)
+            score(ALL_COPIES, first_copy, together)
         if self._reference is not None and public is not None:
             reference = self._reference
             lined = [
                 self._all_aligned(tensors, [copy], self._outer(model, reference), public)[0]
                 for model, copy in zip(self._copies, copies, strict=True)
             ]
-            self._score(ONE_COPY_REFERENCE, block, tensors, reference, lined[0], truth)
+            score(ONE_COPY_REFERENCE, reference, lined[0])
             if together is not None:
                 # Remove the noise before aligning to the reference, or after: keep what ends up more like it.
                 [before] = self._all_aligned(tensors, [together], self._outer(first_copy, reference), public)
                 estimates = [before, self._mean(lined, self._weights_of_copies)]
                 estimate = max(estimates, key=lambda tensors: _cosine(tensors, public))
-                self._score(ALL_REFERENCE, block, tensors, reference, estimate, truth)
+                score(ALL_REFERENCE, reference, estimate)
                 self._gram += differences(lined, public)
                 estimate = self._mean(lined, nearest(self._gram))
-                self._score(ALL_UNKNOWN, block, tensors, reference, estimate, truth)
-        self._score(ONE_COPY, block, tensors, self._copies[0], copies[0], truth)
+                score(ALL_UNKNOWN, reference, estimate)
+        score(ONE_COPY, self._copies[0], copies[0])
 
     def unseen(self, base: Model, reference: Model | None, omitted: Sequence[int]) -> None:
         """Count the layers that the copies lack."""
@@ -409,8 +411,8 @@ class _Attacker:
         }
 
     def _score(
-        self, attack: AttackError, block: str, tensors: Sequence[TensorLayout], whose: Model,
-        estimate: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor],
+        self, attack: AttackError, whose: Model, estimate: Mapping[str, torch.Tensor], *, block: str,
+        tensors: Sequence[TensorLayout], truth: Mapping[str, torch.Tensor],
     ) -> None:  # fmt: skip
         """Add the errors of ``estimate``, in the coordinates of ``whose``: the first copy, or the reference. What the
         attacker has besides is the reference, or nothing."""

@@ -258,7 +258,7 @@ def run(experiment: Experiment, data: Dataset, folder: Path, observer: Observer 
     begin(folder, facts_of(played, data))
     with alone_in(folder, "run", "--out"):
         log = read_lines(folder / LOG, "choose another --out, or remove the folder")  # of a run that was interrupted
-        rounds = _Rounds(played, data, folder / "server", folder / "client", log, observer)
+        rounds = _Rounds(played, data, server=folder / "server", client=folder / "client", log=log, observer=observer)
         return Outcome(rounds.play(), rounds.log)
 
 

@@ -167,8 +167,8 @@ def _read_prompts(path: Path) -> list[str]:
 def _write_down(plan: SurrogatePlan, ledger: Path) -> None:
     """Add the release to the ledger. Raises MpuError if it would exceed the budget."""
     entry = LedgerEntry(
-        secrets.token_hex(32), "", 0, 0, "", "surrogate", len(plan.records),
-        data=records_digest(Dataset(plan.records)), release=plan.mechanism.bound,
+        identity=secrets.token_hex(32), run="", round=0, copy=0, weights="", algorithm="surrogate",
+        records=len(plan.records), data=records_digest(Dataset(plan.records)), release=plan.mechanism.bound,
         unit=plan.options.release.dp_unit,
     )  # fmt: skip
     try:

@@ -339,13 +339,14 @@ def match_layers(suspect: Suspect, base: Checkpoint, layout: Layout, residual: A
         theirs += [i] if i in complete else []
     names = {name: theirs for name, theirs in suspect.names.items() if layout.tensors[name].layer is None}
     for ours, theirs in kinds.values():
-        for from_layer, to_layer in _likest(suspect, base, layers, residual, theirs, ours) if theirs else ():
+        pairs = _likest(suspect, base, layers, residual=residual, suspects=theirs, bases=ours) if theirs else []
+        for from_layer, to_layer in pairs:
             names |= {t.name: suspect.names[s.name] for s, t in zip(layers[from_layer], layers[to_layer], strict=True)}
     return Suspect(suspect.source, suspect.checkpoint, names)
 
 
 def _likest(
-    suspect: Suspect, base: Checkpoint, layers: Mapping[int, Sequence[TensorLayout]], residual: AxisMap,
+    suspect: Suspect, base: Checkpoint, layers: Mapping[int, Sequence[TensorLayout]], *, residual: AxisMap,
     suspects: Sequence[int], bases: Sequence[int],
 ) -> list[tuple[int, int]]:  # fmt: skip
     """Pairs of a layer of the suspect and the base's that is most like it, all with the same axes."""

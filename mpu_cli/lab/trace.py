@@ -92,10 +92,10 @@ class CopyEvidence:
 
     copy: int
     recipient: str | None
-    agreements: int | None
-    coordinates: int
-    signed: bool
-    noise: NoiseEvidence | None
+    agreements: int | None = None
+    coordinates: int = 0
+    signed: bool = False
+    noise: NoiseEvidence | None = None
 
     @property
     def log_p_coordinates(self) -> float:
@@ -274,7 +274,7 @@ def trace(
                 matched[which] = match_layers(suspect, base.checkpoint, layout, residual), residual
             suspect, residual = matched[which]
             public = shallow(pretrained, omitted) if pretrained else None
-            tracer = _Tracer(each, base, layout, suspect, residual, matching(base, public), pool)
+            tracer = _Tracer(each, base, suspect, residual=residual, public=matching(base, public), pool=pool)
             results.append(tracer.evidence(observer))
     return Trace(source, tuple(results))
 
@@ -283,11 +283,12 @@ class _Tracer:
     """One publication in one suspect."""
 
     def __init__(
-        self, publication: PublicationKeys, base: Model, layout: Layout, suspect: Suspect, residual: AxisMap,
+        self, publication: PublicationKeys, base: Model, suspect: Suspect, *, residual: AxisMap,
         public: Mapping[str, torch.Tensor] | None, pool: Executor,
     ):  # fmt: skip
         self._label, self._keys, self._pool = publication.label, publication.keys, pool
-        self._base, self._layout, self._suspect, self._public = base.checkpoint, layout, suspect, public
+        self._base, self._suspect, self._public = base.checkpoint, suspect, public
+        layout = self._layout = base.layout
         values = self._keys.publication
         self._copies = range(1, values.copies + 1)
         self._noise = noise_of(publication)
@@ -320,14 +321,14 @@ class _Tracer:
         publication, parameters = self._keys.publication, self._layout.parameters
         copies = tuple(
             CopyEvidence(
-                copy, self._keys.recipients.get(str(copy)), count, self._coordinates, self._signed,
-                sums.evidence(copy) if any(self._keys.sigma.values()) else None,
+                copy, self._keys.recipients.get(str(copy)), agreements=count, coordinates=self._coordinates,
+                signed=self._signed, noise=sums.evidence(copy) if any(self._keys.sigma.values()) else None,
             )
             for copy, count in zip(self._copies, self._agreements, strict=True)
         )  # fmt: skip
         return PublicationEvidence(
-            self._label, self._keys, sums.evidence(0) if publication.mark else None, copies,
-            len(self._suspect.names), len(parameters),
+            self._label, self._keys, mark=sums.evidence(0) if publication.mark else None, copies=copies,
+            tensors=len(self._suspect.names), total_tensors=len(parameters),
         )  # fmt: skip
 
     def _parts(self, tensor: TensorLayout, name: str, mapping: TensorMap, scales: Scales) -> list[torch.Tensor]:
@@ -511,9 +512,10 @@ def _evidence(
         return replace(sums.evidence(row), share=math.nan)  # a gradient says nothing of how much of the noise there is
 
     copies = tuple(
-        CopyEvidence(k, keys.recipients.get(str(k)), None, 0, False, of(k) if any(keys.sigma.values()) else None)
+        CopyEvidence(k, keys.recipients.get(str(k)), noise=of(k) if any(keys.sigma.values()) else None)
         for k in range(1, keys.copies + 1)
     )
-    parameters = layout.parameters
     mark = of(0) if keys.publication.mark else None
-    return PublicationEvidence(publication.label, keys, mark, copies, len(gradients), len(parameters))
+    return PublicationEvidence(
+        publication.label, keys, mark=mark, copies=copies, tensors=len(gradients), total_tensors=len(layout.parameters)
+    )

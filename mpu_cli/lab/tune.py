@@ -63,7 +63,7 @@ def tune(
     def objective(proposed: Any) -> float:
         lr = proposed.suggest_float("lr", search.least_lr, search.most_lr, log=True)
         epochs = proposed.suggest_int("epochs", 1, search.most_epochs, log=True)
-        trials.append(_train(model, data, options, search, lr, epochs))
+        trials.append(_train(model, data, options, search, lr=lr, epochs=epochs))
         last = trials[-1]
         proposed.set_user_attr("beyond", last.retain_rise - search.max_rise)
         observer.advance(
@@ -80,16 +80,22 @@ def tune(
     return max(in_bounds, key=lambda trial: trial.forget_rise, default=None), trials
 
 
-def _train(model: Model, data: Dataset, options: Unlearning, search: Tune, lr: float, epochs: int) -> Trial:
+def _train(model: Model, data: Dataset, options: Unlearning, search: Tune, *, lr: float, epochs: int) -> Trial:
     started = time.monotonic()
     tried = replace(options, epochs=epochs, training=replace(options.training, lr=lr))
     with tempfile.TemporaryDirectory(prefix="mpu-") as scratch:
         try:
             result = unlearn(model, data, tried, target=Path(scratch) / "delta.safetensors")
         except Diverged:
-            return Trial(lr, epochs, 0.0, 2 * search.max_rise, False, time.monotonic() - started)
+            return Trial(
+                lr, epochs, forget_rise=0.0, retain_rise=2 * search.max_rise, within=False,
+                seconds=time.monotonic() - started,
+            )  # fmt: skip
     if result.before is None or result.after is None or result.before.retain is None or result.after.retain is None:
         raise UsageError("a search runs in one process")
     lost = result.after.retain - result.before.retain
     gained = result.after.forget - result.before.forget
-    return Trial(lr, epochs, gained, lost, lost <= search.max_rise, time.monotonic() - started)
+    return Trial(
+        lr, epochs, forget_rise=gained, retain_rise=lost, within=lost <= search.max_rise,
+        seconds=time.monotonic() - started,
+    )  # fmt: skip

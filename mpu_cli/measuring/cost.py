@@ -28,7 +28,6 @@ from mpu_cli.model.load import skeleton, tokenizer_of
 from mpu_cli.model.network import CHUNK, build, input_of
 from mpu_cli.model.source import Model
 from mpu_cli.model.tensors import BYTES, linear_layers
-from mpu_cli.observer import SILENT
 from mpu_cli.options.declare import declared_options, flat, from_flat
 from mpu_cli.options.unlearning import RecordFormat, Unlearning
 from mpu_cli.protocol.stream import BUFFERS
@@ -171,7 +170,7 @@ def sets_of(options: Unlearning) -> int:
     return 2 if objective_of(options.algo, options.loss).constants.alpha else 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class TrainingCost:
     """Training on one copy: its peak ``memory``, with the largest micro-batch, ``work``; ``usual_rate``: what --lr auto
     would be, None for optimisers that have none; ``seconds``: on processors, else None."""
@@ -198,7 +197,7 @@ def training_cost(copy: Model, data: Dataset, options: Unlearning, until: Until 
     options = with_epochs(options, len(data.forget))
     bare, epochs = skeleton(copy), epochs_of(options)
     specs = stored_specs(change_of(options, bare, copy.checkpoint, torch.float32), bare, options)
-    encoded, _ = encoded_sets(bare, tokenizer_of(copy), data, options, objective, SILENT)
+    encoded, _ = encoded_sets(bare, tokenizer_of(copy), data, options)
     sets = {name: examples for name, (examples, _) in encoded.items()}
     training = options.training
     steps = schedule(
@@ -216,13 +215,13 @@ def training_cost(copy: Model, data: Dataset, options: Unlearning, until: Until 
         seconds = 2.0 * weights * passes * of_forget / measure_machine().operations
     work = largest_work(sets, options, objective)
     return TrainingCost(
-        epochs,
-        len(steps),
-        float(with_rate(options, trained, len(steps)).lr),
-        usual_rate(options, trained, len(steps)),
-        peak_memory(copy, options, objective, work, bare),
-        work,
-        seconds,
+        epochs=epochs,
+        steps=len(steps),
+        rate=float(with_rate(options, trained, len(steps)).lr),
+        usual_rate=usual_rate(options, trained, len(steps)),
+        memory=peak_memory(copy, options, objective, work, bare),
+        work=work,
+        seconds=seconds,
     )
 
 

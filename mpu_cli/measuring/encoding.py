@@ -90,7 +90,7 @@ def _trained_item(example: Example, record: Record, ends: set[int]) -> Item:
     ids = tuple(example.ids[:end])
     content = min(example.content_end, end) - start
     end_token = next((token for token in ids[start + content :] if token in ends), None)
-    return Item(ids, start, ids[:start], record.location, content, record.answer, end_token)
+    return Item(ids, start, ids[:start], record.location, content=content, answer=record.answer, end_token=end_token)
 
 
 @dataclass(frozen=True)

@@ -181,7 +181,7 @@ def passes_for(
         if parts := tuple(part for part in SCORED_PARTS if f"{split.name}.{part}" in needs):
             keys = tuple(f"{split.name}.{part}" for part in parts)
             find = partial(_score, split, parts, split in sides)
-            yield Pass(keys, (split,), find, split.source, rows * len(parts), parts)
+            yield Pass(keys, (split,), find, split.source, rows * len(parts), parts=parts)
         if f"{split.name}.text" in needs:
             yield Pass((f"{split.name}.text",), (split,), partial(_say, split), f"{split.source}, answers", rows)
     if GRADIENTS in needs:
@@ -215,7 +215,7 @@ def carry_out(
     if not any(path.name in TOKENIZER_FILES for path in model.side_files) or not tokenizer("a b").input_ids:
         raise MpuError(f"{model.source}: no tokenizer found", "put its tokenizer files next to the weights")
     encoder = encoder_of(tokenizer, options.prompts, template, limits_of(loaded), scored)
-    run = Run(subject, options, tokenizer, encoder, findings, loaded)
+    run = Run(subject, options, tokenizer=tokenizer, encoder=encoder, findings=findings, _model=loaded)
     del loaded  # or ``run.release()`` would free nothing
     if subject.adapter and (remark := remark_on_ties(run.model)):
         observer.warn(remark)

@@ -63,7 +63,7 @@ def make_figure(panels: Sequence[Callable[[Axes], None]], title: str | None) -> 
 
 
 def write_figure(
-    figure: Figure, path: Path, title: str, header: Sequence[str], rows: Sequence[Sequence[str]], force: bool
+    figure: Figure, path: Path, title: str, *, header: Sequence[str], rows: Sequence[Sequence[str]], force: bool
 ) -> None:
     """Write ``figure``; if ``path`` ends in .html, as a page with a table of ``header`` and ``rows``."""
     with Transaction(force=force) as transaction:
@@ -175,9 +175,8 @@ def draw(forms: Forms, path: Path, *, title: str, retain: Forms | None, force: b
             for label, colour, model_forms in models
         ]
     numbers = [[name, *(_text(of_model.get(name, {}).get("agg_value")) for *_, of_model in models)] for name in forms]
-    write_figure(
-        make_figure(panels, title), path, title, ["metric", *(label for label, _, _ in models)], numbers, force
-    )
+    header = ["metric", *(label for label, _, _ in models)]
+    write_figure(make_figure(panels, title), path, title, header=header, rows=numbers, force=force)
 
 
 def draw_comparison(
@@ -185,7 +184,7 @@ def draw_comparison(
 ) -> None:
     """Write the charts of ``comparison``."""
     rows = [[label, *(_text(columns[name][i]) for name in columns)] for i, label in enumerate(labels)]
-    write_figure(comparison(labels, columns), path, "Comparison", ["", *columns], rows, force)
+    write_figure(comparison(labels, columns), path, "Comparison", header=["", *columns], rows=rows, force=force)
 
 
 def comparison(labels: Sequence[str], columns: Mapping[str, Sequence[float | None]]) -> Figure:

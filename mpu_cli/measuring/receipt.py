@@ -202,7 +202,8 @@ def _verdict_of(receipt: Receipt) -> Verdict:
         left = Share(receipt.left / 100, -WIDEST, receipt.left_high / 100)
     kept = None if receipt.kept is None else Share(receipt.kept / 100, -WIDEST, WIDEST)
     return Verdict(
-        left, kept, None, receipt.max_left / 100, receipt.min_kept / 100, {}, same_surroundings(receipt)
+        left=left, kept=kept, kept_trained=None, max_left=receipt.max_left / 100, min_kept=receipt.min_kept / 100,
+        scores={}, same_surroundings=same_surroundings(receipt),
     )  # fmt: skip
 
 

@@ -179,9 +179,12 @@ Symmetry = Permutation | Rotation | QuarterTurns | HeadPermutation | ExpertPermu
 
 HEADS, EXPERTS = HeadPermutation("heads"), "experts"
 GROUPED = (
-    GroupedHeads("mamba", "ssm-groups", "ssm-head", "ssm", "ssm-state"),
-    GroupedHeads("delta-net", "delta-groups", "delta-head", "delta-value", "delta-key", "|delta|"),
-)
+    GroupedHeads("mamba", groups="ssm-groups", per_head="ssm-head", inner="ssm", of_group="ssm-state"),
+    GroupedHeads(
+        "delta-net", groups="delta-groups", per_head="delta-head", inner="delta-value", of_group="delta-key",
+        common="|delta|",
+    ),
+)  # fmt: skip
 ORDERED = ("m-inner", "m-state", "m-rank")  # axes with an order of their own, and nothing more
 LATENTS = ("q-latent", "kv-latent")
 QK, VO = ("query", "key"), ("value", "mixed")

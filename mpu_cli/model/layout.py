@@ -131,7 +131,7 @@ def supported_family(config: Mapping[str, object], where: str) -> Family:
 def sizes_of_model(family: Family, config: Config, where: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for size, source in family.sizes.items():
-        if (value := size_of(size, source, config, sizes, 0, where)) is not None:
+        if (value := size_of(size, source, config, sizes=sizes, layer=0, where=where)) is not None:
             sizes[size] = value
     if "head_dim" not in sizes:
         if sizes["model"] % sizes["heads"]:
@@ -146,7 +146,8 @@ def sizes_of_layer(family: Family, config: Config, sizes: dict[str, int], layer:
     if not family.layer_sizes:
         return sizes
     overrides = {
-        name: size_of(name, source, config, sizes, layer, where) for name, source in family.layer_sizes.items()
+        name: size_of(name, source, config, sizes=sizes, layer=layer, where=where)
+        for name, source in family.layer_sizes.items()
     }
     layer_sizes = sizes | {name: value for name, value in overrides.items() if value is not None}
     check_heads(family, layer_sizes, where)
@@ -154,7 +155,7 @@ def sizes_of_layer(family: Family, config: Config, sizes: dict[str, int], layer:
 
 
 def size_of(
-    size: str, source: SizeSource, config: Config, sizes: Mapping[str, int], layer: int, where: str
+    size: str, source: SizeSource, config: Config, *, sizes: Mapping[str, int], layer: int, where: str
 ) -> int | None:
     """A size, from its source; None if the model has no such thing."""
     if callable(source):
@@ -336,7 +337,8 @@ def expected_tensors(config: Mapping[str, object]) -> dict[str, TensorInfo]:
     sizes = sizes_of_model(family, filled, where)
     of_layers = tuple(sizes_of_layer(family, filled, sizes, i, where) for i in range(sizes["layers"]))
     try:
-        expected = _expected_layouts(family, filled, sizes, of_layers, _arranged(family, len(of_layers), {}))
+        layer_tensors = _arranged(family, len(of_layers), {})
+        expected = _expected_layouts(family, filled, sizes, of_layers, layer_tensors=layer_tensors)
     except KeyError as error:
         raise MpuError(f"{where}: does not say how large {error} is") from error
     if _is_tied(family, config, filled, None):
@@ -362,7 +364,7 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
     layer_tensors = _arranged(family, layers, tensors)
     if any("{e}" in t.name for t in layer_tensors) and sizes["experts"] > len(tensors):
         raise MpuError(f"{where}: config.json specifies {sizes['experts']} experts, more than there are tensors")
-    expected = _expected_layouts(family, filled, sizes, of_layers, layer_tensors, here)
+    expected = _expected_layouts(family, filled, sizes, of_layers, layer_tensors=layer_tensors, here=here)
     head = next((here(name) for name in family.heads if here(name) in tensors), None)
     untied = next((here(name) for name in family.heads if here(name) in expected), None)
     alias = None
@@ -392,7 +394,10 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
     for name in constants:
         expected[name] = TensorLayout(name, ((),) * len(tensors[name].shape), None, name, constant=True)
     structures = tuple(structure_of(family, filled, of_layers[i], i, where) for i in range(layers))
-    return Layout(family, sizes, expected, alias, bare, structures, filled, of_layers if family.layer_sizes else ())
+    return Layout(
+        family, sizes, expected, alias=alias, bare=bare, structures=structures, config=filled,
+        layer_sizes=of_layers if family.layer_sizes else (),
+    )  # fmt: skip
 
 
 def _expected_layouts(
@@ -400,6 +405,7 @@ def _expected_layouts(
     config: Config,
     sizes: Mapping[str, int],
     of_layers: Sequence[Mapping[str, int]],
+    *,
     layer_tensors: Sequence[Tensor],
     here: Callable[[str], str] = lambda name: name,
 ) -> dict[str, TensorLayout]:
@@ -414,7 +420,9 @@ def _expected_layouts(
         for e in range(sizes["experts"]) if "{e}" in tensor.name else (None,):
             name = here(prefix + (tensor.name if e is None else tensor.name.replace("{e}", str(e))))
             block_name = name if block is None or not tensor.trained else here(block)
-            expected[name] = TensorLayout(name, axes, layer, block_name, not tensor.trained, chunks, e)
+            expected[name] = TensorLayout(
+                name, axes, layer, block=block_name, constant=not tensor.trained, chunks=chunks, expert=e
+            )
 
     for tensor in family.tensors:
         expect(tensor, "", None, None)
@@ -468,7 +476,7 @@ def axis_length(sizes: Mapping[str, int], axis: str) -> int:
 def _with_separate_block(expected: Mapping[str, TensorLayout], before: str, name: str) -> dict[str, TensorLayout]:
     """``expected``, in which the tensor ``before`` is a block of its own, called ``name``."""
     tensor = expected[before]
-    fresh = TensorLayout(name, tensor.axes, tensor.layer, name, tensor.constant, tensor.chunks)
+    fresh = replace(tensor, name=name, block=name)
     return {name if each == before else each: fresh if each == before else layout for each, layout in expected.items()}
 
 

@@ -161,14 +161,16 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
         def write(into: Path, settled: Aggregating) -> Written:
             """Write the model into ``into``; once more, without the copies' own noise, if the update has too much of
             that."""
-            written = write_model(plan, undoing, weights, settled, into, observer)
+            written = write_model(plan, undoing, weights, options=settled, folder=into, observer=observer)
             if max(written.planted) > PLANTED:
                 for path in into.iterdir():
                     if path.is_dir():
                         shutil.rmtree(path)
                     else:
                         path.unlink()
-                cleaned = write_model(plan, undoing, weights, settled, into, observer, without_noise=True)
+                cleaned = write_model(
+                    plan, undoing, weights, options=settled, folder=into, observer=observer, without_noise=True
+                )
                 written = replace(cleaned, gram=written.gram, planted=written.planted)
             return written
 
@@ -235,8 +237,8 @@ def default_step(base: Model, deltas: Sequence[Delta], weights: torch.Tensor) ->
 
 
 def write_model(
-    plan: AggregatePlan, undoing: Undoing, weights: torch.Tensor, options: Aggregating, folder: Path,
-    observer: Observer, *, without_noise: bool = False,
+    plan: AggregatePlan, undoing: Undoing, weights: torch.Tensor, *, options: Aggregating, folder: Path,
+    observer: Observer, without_noise: bool = False,
 ) -> Written:  # fmt: skip
     """Write θ + η·Σ_k w_k·(change k) into ``folder``, except for the model card; η is the rate of ``options``."""
     base, publications = plan.base, plan.publications
@@ -262,8 +264,8 @@ def write_model(
             digesting = piece_digests(source, tensor.name, pool)
             if not tensor.constant:
                 return digesting, add_up(
-                    pool, tensor, source.tensor(tensor.name), undoing, weights * options.rate, writer, fingerprints,
-                    without_noise=without_noise,
+                    pool, tensor, source.tensor(tensor.name), undoing=undoing, rates=weights * options.rate,
+                    writer=writer, fingerprints=fingerprints, without_noise=without_noise,
                 )  # fmt: skip
             writer.tensor(tensor.name).copy_(source.tensor(tensor.name))
             return digesting, []
@@ -317,11 +319,11 @@ def add_up(
     pool: Executor,
     tensor: TensorLayout,
     base_weights: torch.Tensor,
+    *,
     undoing: Undoing,
     rates: torch.Tensor,
     writer: CheckpointWriter,
     fingerprints: Fingerprints,
-    *,
     without_noise: bool,
 ) -> list[Future[_Sums]]:
     """Start writing one tensor: ``base_weights`` plus the changes to it times their ``rates``; see ``sums_of``.

@@ -378,17 +378,15 @@ def invert(base: Model, delta: Delta, *, target: Path, transaction: Transaction,
             by_rows, by_columns = mapping.split(rank) if rank else (mapping, mapping)
             for end in ends:
                 part = {"": mapping, LEFT_FACTOR: by_rows, RIGHT_FACTOR: by_columns}[end]
-                _invert_tensor(pool, delta_name + end, tensor.name + end, delta, part, writer)
+                _invert_tensor(pool, delta, delta_name + end, mapping=part, target=writer.tensor(tensor.name + end))
                 delta.checkpoint.forget_pages(delta_name + end)
                 writer.forget_pages(tensor.name + end)
                 observer.advance(tensors[delta_name + end].nbytes)
 
 
-def _invert_tensor(
-    pool: Executor, name: str, target_name: str, delta: Delta, mapping: TensorMap, writer: CheckpointWriter
-) -> None:
-    """Write the delta's tensor ``name``, mapped back, as ``target_name``."""
-    change, target = as_matrix(delta.checkpoint.tensor(name)), as_matrix(writer.tensor(target_name))
+def _invert_tensor(pool: Executor, delta: Delta, name: str, *, mapping: TensorMap, target: torch.Tensor) -> None:
+    """Write the delta's tensor ``name``, mapped back, into ``target``."""
+    change, target = as_matrix(delta.checkpoint.tensor(name)), as_matrix(target)
     dtype = compute_dtype(delta.checkpoint.tensors[name].dtype)
 
     def work(bounds: tuple[int, int]) -> None:

@@ -326,8 +326,8 @@ def _parse(document: bytes, path: Path, secret: bytes | None, *, authentic: bool
     except UsageError as error:
         raise MpuError(damaged, hint) from error
     return Keys(
-        publication, entries.sigma, tuple(entries.copy_ids), entries.base, entries.reference, entries.shared_sigma,
-        authentic, entries.recipients,
+        publication, entries.sigma, tuple(entries.copy_ids), base=entries.base, reference=entries.reference,
+        shared_sigma=entries.shared_sigma, authentic=authentic, recipients=entries.recipients,
     )  # fmt: skip
 
 

@@ -391,7 +391,7 @@ ADVERSARIES = {
 TAIL = 1e-3  # share of δ allowed for the tails beyond the reach of our normals
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Calibration:
     """Noise for (ε, δ): σ of each copy's own noise, before its factor α, and σ of the noise all copies share."""
 
@@ -438,7 +438,10 @@ def calibrate(options: CalibrationOptions, smallest_alpha: float) -> Calibration
     if not math.isfinite(needed):
         raise UsageError(f"--epsilon {epsilon:g} at --dp-delta {delta:g}: no finite noise achieves this")
     copy_sigma, shared = (needed / smallest_alpha, 0.0) if adversary == "one-copy" else (0.0, needed)
-    return Calibration(epsilon, delta, sensitivity, adversary, bound, rounds, copy_sigma, shared)
+    return Calibration(
+        epsilon=epsilon, delta=delta, sensitivity=sensitivity, adversary=adversary, bound=bound, rounds=rounds,
+        sigma=copy_sigma, shared_sigma=shared,
+    )  # fmt: skip
 
 
 def statement(calibration: Calibration) -> str:

@@ -173,13 +173,13 @@ class Publication:
         identity = json.dumps(facts)
         return [
             CopyManifest(
-                self.run,
-                self.round,
-                k,
-                self.copies,
-                self.randomness.key("copy id", identity, k).hex()[:32],
-                self.symmetries,
-                self.omitted,
+                run=self.run,
+                round=self.round,
+                copy=k,
+                copies=self.copies,
+                copy_id=self.randomness.key("copy id", identity, k).hex()[:32],
+                symmetries=self.symmetries,
+                omitted_layers=self.omitted,
             )
             for k in range(1, self.copies + 1)
         ]

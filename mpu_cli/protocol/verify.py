@@ -46,7 +46,7 @@ SAME_FUNCTION = 1e-4  # of the largest logit, in float32
 OTHERWISE_ROUNDED = 0.01  # share of weights
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class BlockCheck:
     """One block of a copy.
 
@@ -106,12 +106,12 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
     if [t.name for t in layout.parameters] != [t.name for t in copy.layout.parameters]:
         raise MpuError(f"{copy.source}: tensors differ from {base.source}")
     again = _Again(
-        base.checkpoint,
-        copy.checkpoint,
-        keys,
-        noise,
-        keys.publication.transform(manifest.copy, layout),
-        manifest.copy,
+        base=base.checkpoint,
+        copy=copy.checkpoint,
+        keys=keys,
+        noise=noise,
+        transform=keys.publication.transform(manifest.copy, layout),
+        number=manifest.copy,
     )
     network = _Network(base, layout) if logits else None
     observer.stage("verify", base.checkpoint.nbytes)
@@ -127,7 +127,7 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
     return Verification(manifest.copy, blocks, function, stored)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class _Slice:
     """Some rows of one tensor: base, noise, and the copy as stored, regenerated and (on request) undone."""
 
@@ -139,7 +139,7 @@ class _Slice:
     mapping: TensorMap
 
 
-@dataclass
+@dataclass(kw_only=True)
 class _Again:
     """One copy, regenerated from the base and the keys, slice by slice."""
 
@@ -171,7 +171,7 @@ class _Again:
                 noise, noisy = noise.view_as(weights), noisy.view_as(weights)
             stored = mapping.take(published, start, stop)
             again = mapping.forward(noisy, start)
-            yield _Slice(start, weights, noise, stored, again, mapping)
+            yield _Slice(start=start, base=weights, noise=noise, stored=stored, again=again, mapping=mapping)
 
     def check(self, network: _Network | None, tensor: TensorLayout) -> _TensorCheck:
         """One tensor of the copy, undone and regenerated; ``network`` gets it as it was before storage."""
@@ -189,12 +189,12 @@ class _Again:
     def summary(self, block: str, parts: Sequence[_TensorCheck]) -> BlockCheck:
         count = sum(part.count for part in parts)
         return BlockCheck(
-            block,
-            self.keys.scales(block).of_copy(self.keys.publication.scheme.scales[self.number - 1]),
-            math.sqrt(math.fsum(part.survived for part in parts) / count),
-            max(part.difference for part in parts),
-            sum(part.changed for part in parts) / count,
-            all(part.rounding for part in parts),
+            block=block,
+            requested=self.keys.scales(block).of_copy(self.keys.publication.scheme.scales[self.number - 1]),
+            survived=math.sqrt(math.fsum(part.survived for part in parts) / count),
+            difference=max(part.difference for part in parts),
+            changed=sum(part.changed for part in parts) / count,
+            rounding=all(part.rounding for part in parts),
         )
 
 

@@ -350,8 +350,8 @@ def encoding_of(
     truncate_to = prompts.max_length if isinstance(prompts, Prompts) else None
     variables = template_variables(prompts.template_option)
     return Encoding(
-        tokenizer, template, prompts.system_prompt, limits, prompts.date, truncate_to, variables,
-        prompts.control_tokens,
+        tokenizer, template, prompts.system_prompt, limits=limits, date=prompts.date, truncate_to=truncate_to,
+        variables=variables, controls=prompts.control_tokens,
     )  # fmt: skip
 
 

@@ -143,8 +143,8 @@ def records_of_turns(record: Record, turns: str) -> Iterator[Record]:
         for number, turn in enumerate(record.turns):
             if turn.role == "assistant" and number:
                 yield Record(
-                    record.turns[:number], turn.content, f"{record.location}, turn {number + 1}", None, record.unit,
-                    turn.fields,
+                    record.turns[:number], turn.content, f"{record.location}, turn {number + 1}", unit=record.unit,
+                    answer_fields=turn.fields,
                 )  # fmt: skip
     yield record
 
@@ -413,7 +413,7 @@ def parse_record(row: object, location: str) -> Record:
     *earlier, last = turns
     if last.role != "assistant":
         raise MpuError(f"{location}: the last message is not the assistant's, so there is no answer")
-    return Record(tuple(earlier), last.content, location, alternate, None, last.fields)
+    return Record(tuple(earlier), last.content, location, alternate=alternate, answer_fields=last.fields)
 
 
 def _from_sharegpt(messages: object) -> object:

@@ -148,14 +148,15 @@ def encoded_sets(
     tokenizer: PreTrainedTokenizerBase,
     data: Dataset,
     options: Unlearning,
-    objective: Objective,
-    observer: Observer,
+    *,
+    observer: Observer = SILENT,
 ) -> tuple[Encoded, dict[str, list[int]]]:
     """The sets that the algorithm reads, as tokens, and the numbers of the records that have some.
 
     Those are all of them, except under DP-SGD: there, a record that the tokenizer or its template rejects is left out,
     because a failure would tell the model's owner that it is there.
     """
+    objective = objective_of(options.algo, options.loss)
     algorithm = objective.algorithm
     private = options.privacy.dp_epsilon is not None
     # A longer record would change what the model computes of the others in its batch.

@@ -317,7 +317,7 @@ class LoadedCopy:
 
 
 def prepare_job(
-    copy: Model, data: Dataset, options: Unlearning, target: Path, logging: Logging, reference_file: Path | None,
+    copy: Model, data: Dataset, options: Unlearning, *, target: Path, logging: Logging, reference_file: Path | None,
     secret: Callable[[], bytes] | None, ledger: Path | None, checks: Checks | None, until: Until | None,
     observer: Observer,
 ) -> TrainingJob:  # fmt: skip
@@ -385,7 +385,7 @@ def load_copy(job: TrainingJob, transaction: Transaction) -> LoadedCopy:
             )
         private = plan_privately(job.data, options, job.objective)
     weights = fingerprint(copy.checkpoint) if job.is_main_process and (job.ledger or job.logging.resume) else ""
-    return LoadedCopy(model, tokenizer, change, specs, output, weights, private)
+    return LoadedCopy(model, tokenizer, change, specs=specs, output=output, fingerprint=weights, private=private)
 
 
 def plan_privately(data: Dataset, options: Unlearning, objective: Objective) -> Plan:

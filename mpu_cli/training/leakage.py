@@ -182,7 +182,7 @@ def readings(
             delta_readings.append(LeakageReading(name, best, rated[best]))
     delta_readings += _first_layer(model, places, changes, tokens)
     for name, change in changes.items():
-        delta_readings += _positions_and_experts(name, change, before, model, inputs, head)
+        delta_readings += _positions_and_experts(name, change, before, model)
     return delta_readings
 
 
@@ -211,7 +211,7 @@ def _first_layer(
 
 
 def _positions_and_experts(
-    name: str, change: torch.Tensor, before: Checkpoint, model: PreTrainedModel, inputs: Any, head: Any
+    name: str, change: torch.Tensor, before: Checkpoint, model: PreTrainedModel
 ) -> Iterator[LeakageReading]:
     """The longest record, from learned positions; the experts that records reached, from a stack."""
     if change.ndim == 3:
@@ -219,9 +219,8 @@ def _positions_and_experts(
         if reached is not None and not bool(reached.all()):
             fact = f"reached {int(reached.sum())} of {len(reached)} experts"
             yield LeakageReading(name, "rows that moved", fact=fact)
-    other_embeddings = [
-        m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m is not inputs and m is not head
-    ]
+    of_tokens = model.get_input_embeddings(), model.get_output_embeddings()
+    other_embeddings = [m for m in model.modules() if isinstance(m, torch.nn.Embedding) and m not in of_tokens]
     if change.ndim == 2 and any(tuple(m.weight.shape) == tuple(change.shape) for m in other_embeddings):
         moved = moved_rows(change, before.tensor(name).float())
         if moved is not None and bool(moved.any()):

@@ -505,7 +505,10 @@ def train(
         if logging.log and main_process and checkpoints and done:
             drop_repeated_steps(logging.log, checkpoints.name, done)
         log = stack.enter_context(logging.log.open("ab", buffering=0)) if logging.log and main_process else None
-        record = _StepLog(log, checkpoints.name if checkpoints else None, done, len(steps), on_step, warn)
+        record = _StepLog(
+            log, checkpoints.name if checkpoints else None, steps_done=done, total_steps=len(steps), on_step=on_step,
+            warn=warn,
+        )  # fmt: skip
         trainer = UnlearningTrainer(
             model=model,
             args=arguments,

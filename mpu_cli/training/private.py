@@ -245,9 +245,9 @@ def train_privately(
     sets: Mapping[str, ExampleSet],
     objective: Objective,
     training: Training,
+    *,
     privacy: Privacy,
     planned: Plan,
-    *,
     on_step: Callable[[Losses, int], None],
     seed: bytes | None = None,
 ) -> dict[str, float]:
@@ -267,7 +267,9 @@ def train_privately(
         head = None  # Opacus forms its gradients from what goes in and out of it
     wrapped = GradSampleModule(model, loss_reduction="sum")
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = _optimizer(model, trained, training, privacy, planned.mechanism, randomness)
+    optimizer = _optimizer(
+        model, trained, training, privacy=privacy, mechanism=planned.mechanism, randomness=randomness
+    )
     size = training.micro_batch_size or 2 * training.batch_size
     for _ in range(planned.mechanism.steps):
         # Each unit with its own probability, independently; those without examples add nothing.
@@ -278,7 +280,7 @@ def train_privately(
         for i, part in enumerate(parts):
             optimizer.signal_skip_step(do_skip=i + 1 < len(parts))
             places = [example_key for unit in part for example_key in unit.places]
-            _loss(wrapped, head, places, sets, objective, sums).backward()
+            _loss(wrapped, head, places, sets=sets, objective=objective, sums=sums).backward()
             _check_rows(trained, len(places) or 1)
             _add_within_units(trained, part)
             _drop_non_finite(trained)
@@ -301,7 +303,7 @@ def train_privately(
 
 
 def _optimizer(
-    model: PreTrainedModel, trained: list[torch.nn.Parameter], training: Training, privacy: Privacy,
+    model: PreTrainedModel, trained: list[torch.nn.Parameter], training: Training, *, privacy: Privacy,
     mechanism: Mechanism, randomness: Randomness,
 ) -> Any:  # fmt: skip
     """Opacus's optimiser, with noise from ``randomness``."""
@@ -389,6 +391,7 @@ def _loss(
     model: torch.nn.Module,
     head: Head | None,
     places: Sequence[ExampleIndex],
+    *,
     sets: Mapping[str, ExampleSet],
     objective: Objective,
     sums: dict[str, list[float]],

@@ -203,7 +203,10 @@ def unlearn(
     Raises UsageError for options that do not go together; MpuError if the model or its tokenizer cannot be used, or
     training diverged.
     """
-    job = prepare_job(copy, data, options, target, logging, reference_file, secret, ledger, checks, until, observer)
+    job = prepare_job(
+        copy, data, options, target=target, logging=logging, reference_file=reference_file, secret=secret,
+        ledger=ledger, checks=checks, until=until, observer=observer,
+    )  # fmt: skip
     training, privacy = job.options.training, job.options.privacy
     losses: list[Losses] = []
 
@@ -222,7 +225,7 @@ def unlearn(
         loaded = load_copy(job, transaction)
         entry, earlier = _register(job, loaded)  # before any record meets the model: what fails on one tells about it
         model, tokenizer = loaded.model, loaded.tokenizer
-        encoded, record_numbers = encoded_sets(model, tokenizer, data, job.options, job.objective, observer)
+        encoded, record_numbers = encoded_sets(model, tokenizer, data, job.options, observer=observer)
         signs = _signs(job, loaded, encoded)
         sets = _with_references(job, model, encoded)
         if job.until and not job.until.course and entry:  # the first copy of a round leads, the others follow
@@ -239,7 +242,9 @@ def unlearn(
         spent, trained = None, to_train
         if loaded.private:
             private = loaded.private.of_examples(record_numbers)
-            spent = train_privately(to_train, sets, job.objective, training, privacy, private, on_step=record)
+            spent = train_privately(
+                to_train, sets, job.objective, training, privacy=privacy, planned=private, on_step=record
+            )
             spendings = [spending for other in earlier for spending in other.spendings(privacy.dp_unit)]
             spendings.append(private.mechanism)
             spent["epsilon_of_ledger"] = composed_epsilon(spendings, privacy.dp_delta, privacy.dp_neighbours)

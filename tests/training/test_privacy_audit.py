@@ -71,7 +71,9 @@ def audited_epsilon() -> float:
     before = weight.detach().clone()
     algorithm = ALGORITHMS["gradascent"]
     objective = Objective(algorithm, algorithm.constants, "nll")
-    train_privately(model, sets, objective, training, privacy, planned, on_step=lambda *_: None, seed=SEED)
+    train_privately(
+        model, sets, objective, training, privacy=privacy, planned=planned, on_step=lambda *_: None, seed=SEED
+    )
     released = count * (weight.detach() - before).flatten()  # the sum of the clipped gradients, and noise
     # Coins are independent of each other: their least-squares estimate, with what the noise is known to be.
     kernel = gradients @ gradients.T

@@ -48,8 +48,8 @@ def train(model, sets, algorithm, norm, **kwargs):
     names = kwargs.pop("names", {name: [None] * len(example_set.examples) for name, example_set in sets.items()})
     planned = plan(names, how, privacy, epochs=1, noise_multiplier=kwargs.pop("noise_multiplier", None))
     return train_privately(
-        model, sets, Objective(chosen, chosen.constants, "nll"), how, privacy, planned, on_step=lambda *_: None,
-        **kwargs,
+        model, sets, Objective(chosen, chosen.constants, "nll"), how, privacy=privacy, planned=planned,
+        on_step=lambda *_: None, **kwargs,
     )  # fmt: skip
 
 
@@ -239,7 +239,7 @@ def test_records_that_were_left_out_are_drawn_and_add_nothing(tmp_path):
                 expected[key] -= parameter.grad / 4
     model.zero_grad(set_to_none=True)
     objective = Objective(ALGORITHMS["graddiff"], constants, "nll")
-    train_privately(model, fewer, objective, how, privacy, reduced_plan, on_step=lambda *_: None)
+    train_privately(model, fewer, objective, how, privacy=privacy, planned=reduced_plan, on_step=lambda *_: None)
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.detach() - before[name], expected[name], rtol=1e-5, atol=1e-9)
 
@@ -259,7 +259,7 @@ def test_a_family_without_a_gradient_for_each_record(mpu, tmp_path):
         "--algo", "npo", "--dp-epsilon", 8, "--lora-rank", 2,
         "--lora-targets", "fc1,fc2", "--epochs", 1, "--batch-size", 2,
     ]  # fmt: skip
-    mpu("unlearn", base, *options, refused="has no gradients for each record", cwd=tmp_path)
+    mpu("unlearn", base, *options, fails="has no gradients for each record", status=1, cwd=tmp_path)
 
 
 @pytest.mark.slow

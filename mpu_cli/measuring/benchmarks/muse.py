@@ -36,10 +36,10 @@ def muse(corpus: str, data_dir: Path | None, retain: RetainLog | None) -> Benchm
             record = question_and_answer(row)
             return replace(record, turns=(*shots(), *record.turns))
 
-        source = f"knowmem/{name}_qa"
         return Split(
-            f"{name}_knowmem", source, rows("knowmem", f"{name}_qa"), questions, 32, KNOWLEDGE_STOPS, shown, with_shots
-        )
+            f"{name}_knowmem", f"knowmem/{name}_qa", rows("knowmem", f"{name}_qa"), questions, limit=32,
+            stops=KNOWLEDGE_STOPS, shown=shown, record=with_shots,
+        )  # fmt: skip
 
     def verbatim(encoder: Encoder, _: str, split: Split) -> list[Item]:
         assert isinstance(encoder, OpenUnlearningEncoder)
@@ -50,7 +50,7 @@ def muse(corpus: str, data_dir: Path | None, retain: RetainLog | None) -> Benchm
         return encoder.texts([(text_of(row, "text"), row[0]) for row in split.rows])
 
     listed = [
-        Split("verbmem", "verbmem/forget", rows("verbmem", "forget"), verbatim, 128),
+        Split("verbmem", "verbmem/forget", rows("verbmem", "forget"), verbatim, limit=128),
         knowledge("forget"),
         knowledge("retain"),
         Split("forget", "privleak/forget", rows("privleak", "forget"), text),
