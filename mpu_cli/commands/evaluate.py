@@ -101,8 +101,8 @@ class Evaluate(Command):
             raise UsageError(f"--out and --plot: both are {self.out}", "choose different names")
         if self.endpoint_model and not self.endpoint:
             raise UsageError("--endpoint-model requires --endpoint")
-        how, named = self.measuring, self.measuring.benchmark
-        if named.benchmark is None and not named.names_records and not named.reading.data_dir:
+        how = self.measuring
+        if not how.benchmark.names_benchmark:
             raise UsageError(
                 "no records to measure on", "name them with --forget, or a benchmark with --benchmark tofu"
             )

@@ -18,15 +18,18 @@ _LATEX = {
 }  # fmt: skip
 
 
-def write_tables(tables: Mapping[str, Table], path: Path, *, force: bool = False) -> None:
+def write_tables(tables: Mapping[str, Table], path: Path, *, notes: Sequence[str] = (), force: bool = False) -> None:
     """Write ``tables``, by title, each with its header as the first row, in the format that ``path``'s suffix names.
 
-    CSV has one table, whose first column is the title. Text between ** is bold, except in CSV. Raises MpuError if there
-    is no table, and if ``path`` exists unless ``force``.
+    Below them stand ``notes``, in LaTeX as comments and in CSV not at all. CSV has one table, whose first column is the
+    title. Text between ** is bold, except in CSV. Raises MpuError if there is no table, and if ``path`` exists unless
+    ``force``.
     """
     if not tables:
         raise MpuError(f"{path}: there is nothing to write", "choose results that have metrics")
     text = {".tex": _latex, ".csv": _csv, ".md": _markdown}[path.suffix](tables)
+    if path.suffix != ".csv":
+        text += "".join(f"\n{'% ' if path.suffix == '.tex' else ''}{note}\n" for note in notes)
     with Transaction(force=force) as transaction:
         transaction.add(path).write_text(text, encoding="utf-8")
 

@@ -25,6 +25,8 @@ from mpu_cli.files.tables import SUFFIXES, write_tables
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.measuring.plots import PALETTE, draw_relearning, html_table, legend_below, make_figure, page, plain, svg
 from mpu_cli.measuring.results import distinct_best, goal, half_interval, main_metrics
+from mpu_cli.options.declare import declared_options
+from mpu_cli.options.experiment import Experiment
 from mpu_cli.toml import read_toml
 from mpu_cli.wording import counted, few
 
@@ -50,6 +52,7 @@ PUBLISHED = "published"  # how the mode of what others measured begins
 LITERATURE = "published.jsonl"  # of a sweep's folder: what others measured
 COLLAPSES = "gradascent"  # destroys a model, clean or not: averages over algorithms leave it out, as the paper's do
 REPEATS = ("secret_seed", "seed")  # draws of the noise, orders of the records
+ALWAYS_TOLD = ("algo", "kappa", "permanent_noise", "copies", "lr", "epochs", "batch_size", "optim", "precision", "seed")
 MEANINGLESS = 1000  # percent: clean's value, or what it changed, is next to nothing
 
 Line = Mapping[str, Any]
@@ -85,6 +88,10 @@ def pivot(
     changed = [head for head in compared if BEFORE in same_columns and not _is_published(head)]
     distances = [f"{head}: % from clean" for head in compared]
     distances += [f"{head}: % of clean's change" for head in changed]
+    runs = dict.fromkeys(heads, 0)  # of the cell of a column that has most
+    for row, head in itertools.product(rows, heads):
+        where = dict(zip(down, row, strict=True))
+        runs[head] = max(runs[head], sum(line.get(across) == head and _fits(line, where) for line in lines))
     tables = {}
     for metric in metrics:
         table = [[*down, *same_columns, *map(str, heads), *distances]]
@@ -93,7 +100,7 @@ def pivot(
             here = {head: [line for line in lines if line.get(across) == head and _fits(line, where)] for head in heads}
             row_lines = [line for column_lines in here.values() for line in column_lines]
             cells = [_text([*dict.fromkeys(_value(line, metric, name) for line in row_lines)]) for name in same_columns]
-            cells += [_text([_value(line, metric) for line in here[head]]) for head in heads]
+            cells += [_text([_value(line, metric) for line in here[head]], runs[head]) for head in heads]
             apart = {h: _distances(here[h], here[_clean_of(h)], metric, repeats) for h in compared}
             cells += [_percents([each.percent for each in column_distances]) for column_distances in apart.values()]
             cells += [_percents([each.of_change for each in apart[head]]) for head in changed]
@@ -202,13 +209,15 @@ def _covers(row: Sequence[object], other: Sequence[object]) -> bool:
     return row != other and all(mine in (None, theirs) for mine, theirs in zip(row, other, strict=True))
 
 
-def _text(values: Sequence[float | None]) -> str:
-    """The mean of ``values`` and, if there are several, half of its interval."""
+def _text(values: Sequence[float | None], runs: int = 0) -> str:
+    """The mean of ``values`` and, if there are several, half of its interval; how many there are, if other cells of the
+    column have more ``runs``."""
     numbers = [value for value in values if value is not None and math.isfinite(value)]
     if not numbers:
         return "–"
     mean = f"{statistics.fmean(numbers):.4g}"
-    return mean if len(numbers) < 2 else f"{mean} ± {half_interval(numbers):.2g}"
+    interval = "" if len(numbers) < 2 else f" ± {half_interval(numbers):.2g}"
+    return mean + interval + (f" (n = {len(numbers)})" if len(numbers) < runs else "")
 
 
 def _percents(values: Sequence[float | None]) -> str:
@@ -269,6 +278,23 @@ def missing_experiments(folders: Sequence[Path], lines: Sequence[Line]) -> list[
     return missing
 
 
+def how_made(folders: Sequence[Path]) -> list[str]:
+    """A sentence for each sweep: the options and versions with which all of its experiments were made."""
+    declared, said = declared_options(Experiment), []
+    for folder in folders:
+        plan = read_json_object(folder / PLANNED) if (folder / PLANNED).is_file() else {}
+        options, versions = plan.get("options"), plan.get("versions")
+        if not isinstance(options, dict) or not isinstance(versions, dict):
+            continue
+        told = [
+            f"{name} = {value}" for name, value in options.items()
+            if name in declared and value is not None and (name in ALWAYS_TOLD or value != declared[name].default)
+        ]  # fmt: skip
+        of = "" if len(folders) == 1 else f"{folder.resolve().name}: "
+        said.append(f"{of}All with {', '.join(told)}; {', '.join(f'{k} {v}' for k, v in versions.items())}.")
+    return said
+
+
 def write_report(
     lines: Sequence[Line],
     target: Path,
@@ -278,10 +304,11 @@ def write_report(
     *,
     published: Sequence[Line] = (),
     missing: Sequence[str] = (),
+    made: Sequence[str] = (),
     force: bool = False,
 ) -> None:
     """Write the report in the format that the suffix of ``target`` names; ``published`` are lines of what others
-    measured, which stand beside, ``missing`` the names of experiments without a result.
+    measured, which stand beside, ``missing`` the names of experiments without a result, ``made`` says ``how_made``.
 
     Raises MpuError if ``target`` exists and may not be replaced, UsageError for unknown axes and suffixes.
     """
@@ -293,7 +320,7 @@ def write_report(
     beside = [*lines, *published]
     tables = pivot(beside, names, None, over)
     if target.suffix in SUFFIXES:
-        write_tables(tables, target, force=force)
+        write_tables(tables, target, notes=made, force=force)
         return
     figures = _figures(lines, had, names, repeats)
     if target.suffix == ".pdf":
@@ -306,7 +333,7 @@ def write_report(
                 figure.suptitle(plain(heading), fontsize=11)
                 pages.savefig(figure)
         return
-    parts = [f"<p>{html.escape(_summary(lines, missing))}</p>"]
+    parts = [f"<p>{html.escape(text)}</p>" for text in (_summary(lines, missing), *made)]
     for mode, mode_distances in degradation(beside, names).items():
         parts += [f"<p><b>{html.escape(mode)}</b>: {html.escape(said)}.</p>" for said in sentences(mode_distances)]
     for name, (head, *rows) in tables.items():
@@ -329,8 +356,8 @@ def _summary(lines: Sequence[Line], missing: Sequence[str]) -> str:
     lacking = f" Without a result: {few(missing)}." if missing else ""
     return (
         f"{len(lines)} experiments, {times}.{lacking} Where runs are averaged, ± is half of the 95 % interval; the "
-        "best of a row is bold if its interval overlaps no other. A dash: not measured, or a percentage above "
-        f"{MEANINGLESS}."
+        "best of a row is bold if its interval overlaps no other; n stands where a cell has fewer runs than others. A "
+        f"dash: not measured, or a percentage above {MEANINGLESS}."
     )
 
 

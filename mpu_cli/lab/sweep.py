@@ -30,15 +30,17 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.boundary import read_json_object
 from mpu_cli.files.manifest import PLANNED, RESULTS, VERSION
-from mpu_cli.files.resumption import alone_beside, append_line, read_lines, write_atomically
+from mpu_cli.files.resumption import alone_beside, append_line, differences, read_lines, write_atomically
 from mpu_cli.lab.report import BEFORE, RELEARNING, RETAIN, read_recipe
-from mpu_cli.lab.rounds import publication_in, run
+from mpu_cli.lab.rounds import LOG, publication_in, run
 from mpu_cli.measuring.benchmarks import Benchmark, benchmark_of
 from mpu_cli.measuring.evaluate import choose, evaluate
 from mpu_cli.measuring.metrics import RELEARNED, Metric
@@ -52,6 +54,8 @@ from mpu_cli.subprocesses import Ended, run_mpu, stop_running
 from mpu_cli.toml import read_toml
 from mpu_cli.training.data import read_dataset
 from mpu_cli.training.job import check_options
+from mpu_cli.version import __version__
+from mpu_cli.wording import few
 
 # Cells of a sweep side by side, each in a process of its own: on this machine, or as jobs of a cluster.
 
@@ -330,8 +334,7 @@ def sweep(
         _check(cell)
         read_dataset(cell.experiment.unlearning)
         _benchmark(cell)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_atomically(folder / PLANNED, json.dumps({"experiments": [cell.name for cell in cells]}))
+    _plan_in(folder, cells)
     cells = [_with_retain_log(cell, folder, observer) for cell in cells]
     results = folder / RESULTS
     stored_lines = {str(line["name"]): line for line in read_lines(results, "remove it to run every experiment again")}
@@ -372,6 +375,42 @@ def sweep(
     return [done[cell.name] for cell in cells if cell.name in done], failed
 
 
+def _plan_in(folder: Path, cells: Sequence[Cell]) -> None:
+    """Write down in ``folder`` the names of all experiments of this sweep so far, and how they are made.
+
+    Raises MpuError if ``folder`` holds results of experiments that were made otherwise.
+    """
+    shared = json.loads(json.dumps(_shared_options(cells), default=str))
+    names, path = [cell.name for cell in cells], folder / PLANNED
+    if path.is_file() and ((folder / RESULTS).exists() or any(folder.glob(f"*/{LOG}"))):
+        before = read_json_object(path)
+        then, names_before = before.get("options"), before.get("experiments")
+        names = [*dict.fromkeys([*(names_before if isinstance(names_before, list) else []), *names])]
+        then = then if isinstance(then, dict) else {}
+        common = then.keys() & shared.keys()  # what is an axis in one of them is in the names
+        changed = list(differences({name: then[name] for name in common}, {name: shared[name] for name in common}))
+        if changed:
+            raise MpuError(
+                f"{folder}: holds experiments with other options ({few(changed)})",
+                "choose another --out, or make an axis of them",
+            )
+    folder.mkdir(parents=True, exist_ok=True)
+    versions = {"mpu": __version__, "torch": version("torch"), "transformers": version("transformers")}
+    write_atomically(path, json.dumps({"experiments": names, "options": shared, "versions": versions}, indent=2))
+
+
+def _shared_options(cells: Sequence[Cell]) -> dict[str, object]:
+    """The options that decide results and are the same in all ``cells`` that have them."""
+    values: dict[str, list[object]] = {}
+    for cell in cells:
+        ignored = _ignored_options(cell.options)
+        options = {**flat(cell.experiment), **{name: _defaults(cell)[name] for name in ("kappa", "permanent_noise")}}
+        for name, declared in declared_options(Experiment).items():
+            if declared.affects_result and name not in ignored:
+                values.setdefault(name, []).append(options[name])
+    return {name: same[0] for name, same in values.items() if all(value == same[0] for value in same)}
+
+
 def _check(cell: Cell) -> None:
     """Raise UsageError for options that do not go together."""
     check_options(cell.experiment.unlearning)
@@ -401,6 +440,8 @@ def play(cell: Cell, folder: Path, observer: Observer = SILENT) -> dict[str, Any
     forms: dict[str, Mapping[str, Any]] = {BEFORE: before}
     if log := cell.measuring.retain_log:
         forms[RETAIN] = read_retain_log(log).metrics
+        if "privleak" in forms[RETAIN]:  # relative to that model, as the others' is, and not to an AUC of 0.5
+            forms[RETAIN] = {**forms[RETAIN], "privleak": {"agg_value": 0.0}}
     outcome = run(experiment, read_dataset(experiment.unlearning), folder / cell.name, cell_observer)
     started = time.monotonic()
     forms["after"] = _evaluate(outcome.model, cell, folder / cell.name / "eval.json", cell_observer)

@@ -20,10 +20,10 @@ class BenchmarkOptions(Options):
     benchmark: Literal["tofu", "muse", "wmdp", "qa"] | None = option(
         None,
         "TOFU, MUSE, WMDP with MMLU beside it (both by EleutherAI's harness), or your own questions and answers "
-        "(default: qa where records are named, else tofu).",
+        "(default: qa where records are named, muse where a corpus is, else tofu).",
     )
-    forget_split: str = option("forget10", "TOFU forget split.", metavar="SPLIT")
-    corpus: Literal["news", "books"] = option("news", "MUSE corpus.")
+    forget_split: str | None = option(None, "TOFU forget split (default: forget10).", metavar="SPLIT")
+    corpus: Literal["news", "books"] | None = option(None, "MUSE corpus (default: news).")
     forget: str | None = option(
         None,
         "qa: records to forget, as for unlearn. Fields paraphrased_answer (text) and perturbed_answer (list of wrong "
@@ -40,7 +40,12 @@ class BenchmarkOptions(Options):
 
     @property
     def chosen(self) -> str:
-        return self.benchmark or ("qa" if self.names_records else "tofu")
+        return self.benchmark or ("qa" if self.names_records else "muse" if self.corpus else "tofu")
+
+    @property
+    def names_benchmark(self) -> bool:
+        """Whether an option says which benchmark is meant."""
+        return bool(self.benchmark or self.names_records or self.reading.data_dir or self.forget_split or self.corpus)
 
 
 @dataclass(frozen=True, kw_only=True)

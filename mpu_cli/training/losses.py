@@ -11,15 +11,16 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import cached_property
+from functools import cached_property, wraps
 from importlib import import_module
 from importlib.metadata import entry_points
+from traceback import extract_tb
 from typing import TypeVar
 
 import torch
 from torch.nn.functional import cross_entropy, kl_div, logsigmoid, mse_loss
 
-from mpu_cli.errors import UsageError
+from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.model.network import Head, Logits
 from mpu_cli.options.declare import declared_options
 from mpu_cli.options.unlearning import Loss
@@ -374,13 +375,42 @@ def algorithm_named(name: str) -> Algorithm:
         raise UsageError(f"--algo {name}: no such algorithm", hint)
     try:
         imported = getattr(import_module(module), attribute) if attribute else found[name].load()
-    except (ImportError, AttributeError) as error:
-        raise UsageError(f"--algo {name}: cannot be imported: {error}", "is its module on PYTHONPATH?") from error
+    except ImportError as error:
+        raise UsageError(
+            f"--algo {name}: cannot be imported: {error}", "is its folder in PYTHONPATH? This one is not looked into"
+        ) from error
+    except AttributeError as error:
+        raise UsageError(f"--algo {name}: {error}", "name a function of that module") from error
     if isinstance(imported, Algorithm):
         return imported
     if not callable(imported):
         raise UsageError(f"--algo {name}: neither an Algorithm nor a function that returns a loss")
-    return Algorithm(imported, Constants(), tuple(CUSTOM_CONSTANTS))
+    return Algorithm(_checked(name, imported), Constants(), tuple(CUSTOM_CONSTANTS))
+
+
+def _checked(name: str, term: Callable[..., object]) -> Callable[..., torch.Tensor]:
+    """``term``, of somebody else's module, whose mistakes are told as its own: MpuError for what it raises, and if it
+    returns no scalar."""
+
+    @wraps(term)
+    def checked(*inputs: object) -> torch.Tensor:
+        try:
+            value = term(*inputs)
+        except (Exception, SystemExit) as error:
+            if isinstance(error, MpuError | MemoryError) or "memory" in str(error):  # which a smaller part may not need
+                raise
+            last = extract_tb(error.__traceback__)[-1]
+            raise MpuError(
+                f"--algo {name}: raised {type(error).__name__}: {error}", f"see {last.filename}, line {last.lineno}"
+            ) from error
+        if not isinstance(value, torch.Tensor) or value.ndim:
+            shape = (
+                f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            )
+            raise MpuError(f"--algo {name}: returned {shape}", "return a tensor without dimensions, as token_mean does")
+        return value
+
+    return checked
 
 
 CUSTOM_CONSTANTS = ("beta", "beta1", "beta2", "simnpo_delta", "level", "coefficient")  # a function may read any of them

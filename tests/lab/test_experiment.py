@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 import signal
 import socket
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -389,10 +391,17 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
             "| algo | kappa | before | clean | mpu | mpu: % from clean | mpu: % of clean's change |",
             "|---|---|---|---|---|---|---|",
         ]
-        assert len(cells) == 11
+        assert len(cells) == 12
         assert cells[9].startswith("mpu: average degradation (distance from clean) over 2 algorithms: ")
         assert cells[10].startswith("before: average degradation (distance from clean) over 2 algorithms: ")
         assert "100 % of clean's change (forget_Q_A_Prob)" in cells[10]
+        assert cells[11].startswith("All with ")  # how the numbers can be made again
+        assert {"epochs = 1", f"torch {version('torch')}"} <= set(re.split("[,;] |[.]$", cells[11]))
+        other = ("sweep", "grid.toml", "--set", "epochs=2")
+        mpu(*other, refused="grid: holds experiments with other options (epochs 1 → 2)", status=1, cwd=root)
+        planned = json.loads((root / "grid/sweep.json").read_text())["experiments"]
+        mpu("sweep", "grid.toml", "--set", 'algo=["npo"]', "--set", "kappa=[0.1]", cwd=root)
+        assert json.loads((root / "grid/sweep.json").read_text())["experiments"] == planned
         assert cells[4].split("|")[4] == cells[5].split("|")[4]  # clean, next to both κ
         [measured] = (root / "grid").glob("before-*.json")
         before = json.loads(measured.read_text())["metrics"]["forget_Q_A_Prob"]["agg_value"]
@@ -430,7 +439,7 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         [log] = (root / "alone").glob("retain-*.json")
         of_retain = json.loads(log.read_text())["metrics"]["forget_Q_A_Prob"]["agg_value"]
         assert [cell.strip() for cell in table[4].split("|")][1:6:4] == [f"{of_retain:.4g}", "0.25"]
-        assert table[-2].startswith("mpu: average degradation (distance from clean) over 1 algorithm: ")
+        assert table[-3].startswith("mpu: average degradation (distance from clean) over 1 algorithm: ")
         failed = mpu(*options, "--set", "lr=1e30", "--out", "bad", "--jobs", 2, cwd=root, check=False)
         assert failed.status == 1
         assert "2 of 2 experiments failed" in failed.err

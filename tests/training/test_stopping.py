@@ -175,6 +175,10 @@ def test_an_algorithm_of_ones_own(
     server accepts it, and no bound is claimed for it."""
     (tmp_path / "ascent_of_mine.py").write_text(
         "def climb(forget, alternate, constants):\n    return -forget.scores.cross_entropy\n"
+        "def two(forget, alternate):\n    return -forget.scores.cross_entropy\n"
+        "def number(forget, alternate, constants):\n    return 1.0\n"
+        "def each(forget, alternate, constants):\n    return forget.scores.log_probs\n"
+        "def leaves(forget, alternate, constants):\n    raise SystemExit\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     mpu("publish", demo.model, "--copies", 2, "--kappa", 0.001, cwd=tmp_path)
@@ -188,6 +192,11 @@ def test_an_algorithm_of_ones_own(
     private = mpu("unlearn", "copy_1", *records, "--algo", "ascent_of_mine:climb", "--dp-epsilon", 4,
                   "--out", "p.safetensors", check=False, cwd=tmp_path)  # fmt: skip
     assert "not a sum over single records" in private.err
+    for name, says in (("two", "raised TypeError"), ("number", "returned float"), ("each", "a tensor of shape"),
+                       ("leaves", "raised SystemExit"), ("nothing", "name a function of that module")):  # fmt: skip
+        wrong = ("--algo", f"ascent_of_mine:{name}", "--out", "w.safetensors")
+        mpu("unlearn", "copy_1", *records, *wrong, fails=says, cwd=tmp_path)
+        assert not (tmp_path / "w.safetensors").exists()
     assert "no such algorithm" in mpu("unlearn", "copy_1", *records, "--algo", "hing", check=False, cwd=tmp_path).err
 
 

@@ -44,7 +44,7 @@ class Report(Command):
 
     def run(self, observer: Observer = SILENT) -> dict[str, Any]:
         """The page, how many experiments it shows, and those that have no result."""
-        from mpu_cli.lab.report import missing_experiments, read_others, read_sweeps, write_report
+        from mpu_cli.lab.report import how_made, missing_experiments, read_others, read_sweeps, write_report
         from mpu_cli.measuring.results import chosen_metrics
 
         lines = read_sweeps(self.folders)
@@ -57,7 +57,7 @@ class Report(Command):
             observer.warn(f"without a result: {few(missing)}; `mpu sweep` resumes")
         write_report(
             lines, target, title, names, list(names_in(self.over)) if self.over else None,
-            published=read_others(self.folders), missing=missing, force=self.force,
+            published=read_others(self.folders), missing=missing, made=how_made(self.folders), force=self.force,
         )  # fmt: skip
         return {"report": target, "experiments": len(lines), "missing": missing}
 

@@ -106,7 +106,7 @@ class Sweep(Command):
 
     def report(self, done: Swept | dict[str, Any], observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)
         from mpu_cli.files.tables import markdown_table
-        from mpu_cli.lab.report import degradation, pivot, sentences
+        from mpu_cli.lab.report import degradation, how_made, pivot, sentences
         from mpu_cli.measuring.results import chosen_metrics, main_metrics
 
         if isinstance(done, dict):
@@ -123,6 +123,7 @@ class Sweep(Command):
             printed += [f"**{name}**", "", *markdown_table(rows), ""]
         for mode, distances in degradation([*lines, *done.published], names).items():
             printed += [f"{mode}: {sentence}" for sentence in sentences(distances)]
+        printed += how_made([self._folder])
         failure = None
         if done.failed:
             name, first = next(iter(done.failed.items()))

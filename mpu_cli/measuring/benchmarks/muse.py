@@ -67,7 +67,7 @@ def muse(corpus: str, data_dir: Path | None, retain: RetainLog | None) -> Benchm
 
 
 def of_options(options: Measuring, log: RetainLog | None) -> Benchmark:
-    return muse(options.benchmark.corpus, options.benchmark.reading.data_dir, log)
+    return muse(options.benchmark.corpus or "news", options.benchmark.reading.data_dir, log)
 
 
 def example() -> Benchmark:

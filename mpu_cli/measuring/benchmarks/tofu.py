@@ -64,7 +64,7 @@ def tofu(forget_split: str, data_dir: Path | None, retain: RetainLog | None) -> 
 
 def of_options(options: Measuring, log: RetainLog | None) -> Benchmark:
     named = options.benchmark
-    return tofu(named.forget_split, named.reading.data_dir, log)
+    return tofu(named.forget_split or "forget10", named.reading.data_dir, log)
 
 
 def example() -> Benchmark:
