@@ -81,9 +81,9 @@ STEPS, PASSES = 180, 20  # where no limit is given: so many steps, or passes ove
 
 # A record that has reached the level goes on falling for some steps, by about one nat where the noise is small.
 UNKNOWN_LEVEL, LOWEST_LEVEL, HIGHEST_LEVEL = -3.0, -9.0, -0.5
-# Times the noise under which it is trained, as a share of the weights: how much further the log-probability of answers
-# has to fall than from what the copy knew to what a stranger guesses.
-NOISE_MARGIN = 13.3
+# Times the noise under which it is trained, as a share of the weights: by which multiple of itself the level is lower
+# there. 35 nats times the noise where a stranger guesses nothing, and less where there is less to forget.
+NOISE_MARGIN = 35.0 / 3.0
 
 
 @dataclass(frozen=True)
@@ -176,14 +176,14 @@ class Scorer:
 
         It is how probable answers are that a model does not know: those of the same records under the public model,
         else of unseen ones. ``noise``: permanent, as a share of the weights. Of what the answers fall under noise, a
-        part comes over to the server's model, so they have to fall further there.
+        part comes over to the server's model, so they have to fall so many times as far there.
         """
         level, unknown = UNKNOWN_LEVEL, self._public or self.before.get("unseen")
         if unknown:
             level = max(level, math.log(max(fmean(unknown), 1e-9)))
-        known = fmean(math.log(max(p, 1e-30)) for p in self.before["forget"])
-        level -= NOISE_MARGIN * noise * max(0.0, known - level)
+        level *= 1 + NOISE_MARGIN * noise
         level = round(min(max(level, LOWEST_LEVEL), HIGHEST_LEVEL), 1)  # in tenths
+        known = fmean(math.log(max(p, 1e-30)) for p in self.before["forget"])
         return pulling_level(level, -known)
 
     def cost_of_noise(self, model: PreTrainedModel, share: float, seed: int) -> float:
