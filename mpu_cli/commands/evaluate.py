@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,7 +14,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, IDENTITY, Command, Report, Table
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.evaluation import Measuring, Scoring
-from mpu_cli.wording import names_in
+from mpu_cli.wording import few, names_in
 
 if TYPE_CHECKING:
     from mpu_cli.measuring.evaluate import Evaluation
@@ -88,6 +89,7 @@ class Evaluate(Command):
 
     def run(self, observer: Observer = SILENT) -> Evaluation:
         """Measure the model, or the peft adapter in that folder on ``base`` or on the model that it names."""
+        from mpu_cli.files.resumption import differences
         from mpu_cli.files.sealing import opened_copy
         from mpu_cli.measuring.benchmarks import benchmark_of
         from mpu_cli.measuring.endpoint import KEY, endpoint_at
@@ -108,6 +110,12 @@ class Evaluate(Command):
             )
         log = read_retain_log(how.retain_log) if how.retain_log else None
         benchmark = benchmark_of(how, log, observer)
+        if log and benchmark.attacks:
+            options = log.document.get("options")
+            then = options.get("attacks") if isinstance(options, Mapping) else None
+            now = json.loads(json.dumps(asdict(how.recovery)))
+            if isinstance(then, Mapping) and (changed := list(differences(then, now))):
+                observer.warn(f"{log.path}: its attacks were others ({few(changed)}), so what they bring back differs")
         if self.plot:
             check_target(self.plot, self.force)
             check_drawable(choose(benchmark, how, bool(self.endpoint)), self.plot)

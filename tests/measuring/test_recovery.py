@@ -206,6 +206,19 @@ def test_after_an_attack_the_reference_and_the_delta_are_right(mpu: Callable, ro
 
 
 @pytest.mark.slow
+def test_a_retain_log_of_other_attacks_is_told(mpu: Callable, root: Path) -> None:
+    """What a stronger attack brings back is no measure for a weaker one."""
+    common = ("--benchmark", "qa", "--forget", root / "forget.jsonl", "--metrics", "forget_Q_A_Prob", "--attacks",
+              "relearn", "--relearn-steps", 2)  # fmt: skip
+    log = root / "log.json"
+    mpu("eval", root / "model", *common, "--relearn-lr", 1e-3, "--out", log)
+    for lr, is_told in ((1e-3, False), (1e-4, True)):
+        out = root / f"{lr}.json"
+        said = mpu("eval", root / "model", *common, "--relearn-lr", lr, "--retain-log", log, "--out", out).err
+        assert ("its attacks were others (relearn_lr 0.001 → 0.0001)" in said) == is_told
+
+
+@pytest.mark.slow
 def test_a_delta_is_attacked_with_the_copy(mpu: Callable, root: Path) -> None:
     """A copy with its delta gives what the sum of both gives."""
     mpu("publish", "model", "--kappa", 0, "--copies", 1, "--symmetries", "none", cwd=root)
