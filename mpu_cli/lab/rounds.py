@@ -132,7 +132,7 @@ def with_one_rate(experiment: Experiment, data: Dataset) -> Experiment:
 # What an experiment's folder says of it: enough to repeat the run, and to tell whether it may be resumed.
 
 # facts that do not decide a run's result: it may be resumed under others
-INDECISIVE = ("hardware", "versions", "without_effect")
+INDECISIVE = ("hardware", "versions", "other_options")
 
 
 def begin(folder: Path, facts: Mapping[str, object]) -> None:
@@ -185,7 +185,7 @@ def facts_of(experiment: Experiment, data: Dataset) -> dict[str, object]:
     facts = {
         "mpu": __version__,
         "experiment": decided,
-        "without_effect": {name: value for name, value in options.items() if name not in decided},
+        "other_options": {name: value for name, value in options.items() if name not in decided},
         "published": published,
         "base": identity_of(open_model(experiment.base)).fingerprint,
         "pretrained": identity_of(open_model(pretrained)).fingerprint if pretrained else None,

@@ -28,7 +28,6 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -419,16 +418,21 @@ def _check(cell: Cell) -> None:
 
 
 def preview(cells: Sequence[Cell]) -> list[str]:
-    """What a sweep would warn of before it trains, a sentence each; of records that are not here, nothing.
+    """What a sweep would warn of before it trains, a sentence each, and what is not here.
 
     Raises UsageError for options that do not go together.
     """
     warnings: dict[str, None] = {}
     for cell in cells:
         _check(cell)
-        with suppress(MpuError):
+        try:
             data = read_dataset(cell.experiment.unlearning)
             warnings |= dict.fromkeys(data.warnings(cell.experiment.unlearning.privacy))
+            _benchmark(cell)
+        except UsageError:
+            raise
+        except MpuError as error:  # the sweep may be for another machine
+            warnings[error.problem] = None
     return list(warnings)
 
 

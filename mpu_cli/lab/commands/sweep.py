@@ -135,12 +135,15 @@ class Sweep(Command):
         """The experiments, what passes between the parties, and about how long training takes."""
         from mpu_cli.lab.report import published_results
         from mpu_cli.lab.rounds import costs_of
-        from mpu_cli.lab.sweep import preview
+        from mpu_cli.lab.sweep import preview, sweep_metric_names
+        from mpu_cli.measuring.results import chosen_metrics
 
         cells = self._cells()
         published_results(self.file, sorted({cell.experiment.base for cell in cells}))  # raises for what is not there
         for warning in preview(cells):
             observer.warn(warning)
+        if self.metrics is not None:
+            chosen_metrics(self.metrics, sweep_metric_names(cells))
         costs = costs_of([cell.experiment for cell in cells])
         rows = []
         for cell, cost in zip(cells, costs, strict=True):
