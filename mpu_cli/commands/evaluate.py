@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -113,7 +112,8 @@ class Evaluate(Command):
         if log and benchmark.attacks:
             options = log.document.get("options")
             then = options.get("attacks") if isinstance(options, Mapping) else None
-            now = json.loads(json.dumps(asdict(how.recovery)))
+            values = asdict(how.recovery).items()
+            now = {name: [*value] if isinstance(value, tuple) else value for name, value in values}
             if isinstance(then, Mapping) and (changed := list(differences(then, now))):
                 observer.warn(f"{log.path}: its attacks were others ({few(changed)}), so what they bring back differs")
         if self.plot:
