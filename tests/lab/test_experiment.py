@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mpu_cli.demo.model import make_people
 from mpu_cli.files.sealing import default_identity_path, read_identities
 from mpu_cli.lab import rounds
 from mpu_cli.lab.rounds import publication_in
@@ -685,7 +686,9 @@ class TestUntilPass:
     @pytest.mark.slow
     def test_another_round_forgets_what_one_did_not(self, mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
         """As long as it is not forgotten; each round leaves less, and no round follows one that forgot."""
-        records = ("--forget", demo.forget, "--retain", demo.retain)
+        unseen = tmp_path / "unseen.jsonl"  # without, what is left may be what anybody guesses
+        unseen.write_text("".join(json.dumps(row) + "\n" for person in make_people(12, 0)[10:] for row in person))
+        records = ("--forget", demo.forget, "--retain", demo.retain, "--unseen", unseen)
         done = mpu("run", demo.model, *records, "--until-pass", "--copies", 2, "--max-steps", 1, "--json", cwd=tmp_path,
                    check=False)  # fmt: skip
         left = [verdict["left"]["estimate"] for verdict in done.json["verdicts"]]

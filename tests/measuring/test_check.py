@@ -207,7 +207,8 @@ def test_the_next_command_after_what_was_not_forgotten_runs(
     """As printed: on the copy that was checked, with the records and the way of reading them of the check."""
     spaced = shutil.copy(demo.forget, tmp_path / "my records.jsonl")
     failed = mpu("check", folder / "same/copy_1", "--forget", spaced, "--retain", demo.retain, "--held-out", 0.3,
-                 "--before", folder / "same/copy_2", "--max-left", 0.1, "--batch-size", 7, check=False)  # fmt: skip
+                 "--unseen", folder / "unseen.jsonl", "--before", folder / "same/copy_2", "--max-left", 0.1,
+                 "--batch-size", 7, check=False)  # fmt: skip
     [printed] = re.findall(r"next: `(.+?)`", " ".join(failed.err.split()))
     assert "--held-out 0.3" in printed
     assert "--batch-size" not in printed
