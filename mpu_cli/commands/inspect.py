@@ -173,11 +173,7 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
 def _document(path: Path, head: bytes) -> dict[str, Any] | None:
     """What a JSON file of mpu's says of itself; None for anything else."""
     from mpu_cli.files.boundary import read_json_object
-    from mpu_cli.files.resumption import read_lines
-    from mpu_cli.measuring.receipt import PARTIES, read_receipt
     from mpu_cli.measuring.retain import LARGEST_RESULT
-    from mpu_cli.protocol.register import read_register
-    from mpu_cli.training.ledger import LOSSES_OF, read_ledger, summary
 
     secrets = {
         "client.key": "client's secret, which training tags are keyed with",
@@ -188,6 +184,10 @@ def _document(path: Path, head: bytes) -> dict[str, Any] | None:
     if not head.lstrip().startswith(b"{"):
         return None
     if path.suffix == ".jsonl":
+        from mpu_cli.files.resumption import read_lines
+        from mpu_cli.protocol.register import read_register
+        from mpu_cli.training.ledger import LOSSES_OF, read_ledger, summary  # imports what trains, which takes seconds
+
         lines = read_lines(path, "remove it", links=False)
         if lines and all("content" in line and "sample" in line for line in lines):
             kind = "register of your publications, with which later ones are compared: keep it"
@@ -208,6 +208,8 @@ def _document(path: Path, head: bytes) -> dict[str, Any] | None:
                         for name in _table(document, "metrics")},
         }  # fmt: skip
     if document.get("format") == "mpu-receipt":
+        from mpu_cli.measuring.receipt import PARTIES, read_receipt  # imports transformers, which takes seconds
+
         receipt = read_receipt(path)
         return {
             "kind": "receipt of mpu check (`mpu receipt` checks its signatures)",

@@ -66,8 +66,9 @@ class Account:
         if passed := [file for file, verdict in last.verdicts.items() if verdict.startswith("pass")]:
             if last.signed:
                 return "nobody", "the records are forgotten, and the rest is kept"
-            keys = folder / self._keys_of(last.number) if self.keys else "…"
-            return "server", f"{_command('receipt', folder / passed[0])} --keys {keys}, which countersigns it"
+            sign = _command("receipt", folder / passed[0], "--keys")
+            keys = shlex.quote(str(folder / self._keys_of(last.number))) if self.keys else "…"
+            return "server", f"{sign} {keys}, which countersigns it"
         if last.verdicts and not last.deltas:
             file, verdict = next(iter(last.verdicts.items()))
             return "client", f"{folder / file} says {verdict}: do what `mpu check` said is next"
@@ -145,7 +146,8 @@ def account_of(folder: Path) -> Account:
         key = origin.run, origin.round
         return rounds.setdefault(key, Round(origin.run, origin.round, origin.copies))
 
-    for path in sorted(_candidates(folder))[:MAX_ENTRIES]:
+    folders = _folders_in(folder)
+    for path in sorted(_candidates(folder, folders))[:MAX_ENTRIES]:
         relative = path.relative_to(folder)
         is_expected = len(relative.parts) == 1 or relative.parts[0].startswith(("round_", "deltas"))
         try:
@@ -173,7 +175,7 @@ def account_of(folder: Path) -> Account:
         other.setdefault("models", []).append(str(model))
         if key in rounds:
             rounds[key].model = model
-    _add_receipts(folder, rounds)
+    _add_receipts(folder, folders, rounds)
     return Account(folder, [rounds[key] for key in sorted(rounds)], keys, other)
 
 
@@ -192,11 +194,11 @@ def facts_of_folder(folder: Path) -> dict[str, Any] | None:
     return facts | account.other
 
 
-def _add_receipts(folder: Path, rounds: Mapping[tuple[str, int], Round]) -> None:
-    """Give rounds the verdicts of the receipts that lie in ``folder``."""
+def _add_receipts(folder: Path, folders: list[Path], rounds: Mapping[tuple[str, int], Round]) -> None:
+    """Give rounds the verdicts of the receipts that lie in ``folder`` and in the ``folders`` in it."""
     from mpu_cli.measuring.receipt import read_receipt
 
-    files = [path for place in (folder, *_folders_in(folder)) for path in _entries(place)]
+    files = [path for place in (folder, *folders) for path in _entries(place)]
     for path in [each for each in files if each.suffix == ".json" and each.is_file()]:
         try:
             receipt = read_receipt(path)
@@ -223,10 +225,10 @@ def _folders_in(folder: Path) -> list[Path]:
     return [*first, *(path for outer in first for path in inside(outer))][:MAX_ENTRIES]
 
 
-def _candidates(folder: Path) -> list[Path]:
-    """Entries of ``folder``, and of the folders in it, that may be weights or keys."""
-    inner = _folders_in(folder)
-    entries = [path for outer in (folder, *inner) for path in _entries(outer) if path not in inner]
+def _candidates(folder: Path, folders: list[Path]) -> list[Path]:
+    """Entries of ``folder``, and of the ``folders`` in it, that may be weights or keys."""
+    inner = set(folders)
+    entries = [path for outer in (folder, *folders) for path in _entries(outer) if path not in inner]
     suffixes = (".safetensors", ".bin", ".age")
     return [path for path in entries if path.suffix in suffixes or (path.is_dir() and (path / "config.json").exists())]
 

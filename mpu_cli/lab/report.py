@@ -88,16 +88,16 @@ def pivot(
     changed = [head for head in compared if BEFORE in same_columns and not _is_published(head)]
     distances = [f"{head}: % from clean" for head in compared]
     distances += [f"{head}: % of clean's change" for head in changed]
-    runs = dict.fromkeys(heads, 0)  # of the cell of a column that has most
-    for row, head in itertools.product(rows, heads):
+    of_rows = []  # the lines of each row's cells
+    for row in rows:
         where = dict(zip(down, row, strict=True))
-        runs[head] = max(runs[head], sum(line.get(across) == head and _fits(line, where) for line in lines))
+        fitting = [line for line in lines if _fits(line, where)]
+        of_rows.append({head: [line for line in fitting if line.get(across) == head] for head in heads})
+    runs = {head: max(len(here[head]) for here in of_rows) for head in heads}  # of the cell that has most
     tables = {}
     for metric in metrics:
         table = [[*down, *same_columns, *map(str, heads), *distances]]
-        for row in rows:
-            where = dict(zip(down, row, strict=True))
-            here = {head: [line for line in lines if line.get(across) == head and _fits(line, where)] for head in heads}
+        for row, here in zip(rows, of_rows, strict=True):
             row_lines = [line for column_lines in here.values() for line in column_lines]
             cells = [_text([*dict.fromkeys(_value(line, metric, name) for line in row_lines)]) for name in same_columns]
             cells += [_text([_value(line, metric) for line in here[head]], runs[head]) for head in heads]

@@ -403,7 +403,8 @@ def _shared_options(cells: Sequence[Cell]) -> dict[str, object]:
     values: dict[str, list[object]] = {}
     for cell in cells:
         ignored = _ignored_options(cell.options)
-        options = {**flat(cell.experiment), **{name: _defaults(cell)[name] for name in ("kappa", "permanent_noise")}}
+        scales = {name: value for name, value in _defaults(cell).items() if name in ("kappa", "permanent_noise")}
+        options = flat(cell.experiment) | scales
         for name, declared in declared_options(Experiment).items():
             if declared.affects_result and name not in ignored:
                 values.setdefault(name, []).append(options[name])

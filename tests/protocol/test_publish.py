@@ -129,6 +129,27 @@ class TestPublish:
                 seeds.append(keys.publication.permanent_seed)
             assert seeds[0] == seeds[1]
 
+    def test_copies_for_sites_of_their_own_are_judged_one_by_one(self, mpu, tmp_path, base):
+        """Noise that cancels hides from each of several recipients, and nothing from one who gets all copies."""
+        public = save(random_model("llama", seed=5), tmp_path / "public")
+        keys = [make_identity(tmp_path / name) for name in "abc"]
+        for recipients, gives_away in ((keys, False), ([keys[0]] * 3, True)):
+            out = tmp_path / str(gives_away)
+            told = mpu("publish", base, "--pretrained", public, "--copies", 3, "--kappa", 1, "--copy-recipients",
+                       ",".join(recipients), "--out", out, "--keys", out / "keys.bin", "--json")  # fmt: skip
+            assert told.json["gives_weights_away"] == gives_away
+            assert ("do not send these copies" in told.err) == gives_away
+
+    def test_a_secret_key_is_told_from_a_public_one(self, mpu, tmp_path, base):
+        """A client that sent its whole identity file is to be told so."""
+        public = make_identity(tmp_path / "identity.txt")
+        for recipient, is_told in ((public, False), (tmp_path / "identity.txt", True)):
+            out = tmp_path / str(is_told)
+            told = mpu("publish", base, "--kappa", 0.1, "--copy-recipients", recipient, "--out", out, "--keys",
+                       out / "keys.bin")  # fmt: skip
+            assert ("holds a secret key" in told.err) == is_told
+            assert (out / "copy_1.age").exists()
+
     def test_another_request_begins_at_round_1(self, mpu, tmp_path, base):
         mpu("publish", base, "--copies", 2, cwd=tmp_path)
         for copy in (1, 2):
@@ -422,6 +443,13 @@ def test_publish_says_what_a_copy_knows(mpu: Callable, tmp_path: Path, demo: Dem
     losses = outcome.json["probe"]
     assert losses["copy_1"] > losses["the base"]
     assert "probability of an answer's tokens" in outcome.err
+    assert "too little to unlearn on" in outcome.err
+    mild = ("--copies", 1, "--permanent-noise", 0.05, "--publish-again", "--copy-recipients",
+            make_identity(tmp_path / "id"))  # fmt: skip
+    sealed = mpu("publish", demo.model, "--probe", demo.forget, *mild, "--out", tmp_path / "mild", "--keys",
+                 tmp_path / "mild.bin", "--json")  # fmt: skip
+    assert losses["the base"] < sealed.json["probe"]["copy_1"] < losses["copy_1"]
+    assert "too little to unlearn on" not in sealed.err
     mpu("publish", demo.model, "--probe", "nowhere.jsonl", "--out", tmp_path / "x", refused="nowhere.jsonl")
     assert not (tmp_path / "x").exists()
     model, tokenizer = load(tmp_path / "copy_1", torch.float32, "cpu")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from mpu_cli.commands.rehearse import Rehearsal, TriedStep
 from mpu_cli.demo.model import make_people
+from mpu_cli.measuring.verdict import Share, Verdict
 from mpu_cli.options.declare import from_flat
 from mpu_cli.options.unlearning import Goal, Unlearning
 from mpu_cli.training.data import read_dataset
@@ -36,6 +39,29 @@ def test_an_uncertain_share_does_not_pass() -> None:
     """What is left may be below the limit and, so few are the records, be above it as well."""
     tried = [TriedStep(1.0, 0.04, 0.2, 1.0)]
     assert Rehearsal(tried, Goal()).step is None
+
+
+@pytest.mark.parametrize("left", [-0.6, -0.3, -0.15, -0.05, 0.0, 0.04, 0.06, 0.3])
+@pytest.mark.parametrize("half", [0.02, 0.08, 0.2])
+def test_a_step_passes_if_check_would_pass_it(left: float, half: float) -> None:
+    """Of what is left: as little as is asked for, and not so little that it shows."""
+    tried = TriedStep(1.0, left, left + half, 1.0)
+    verdict = Verdict(left=Share(left, left - half, left + half), kept=Share(1.0, 1.0, 1.0), kept_trained=None,
+                      max_left=Goal().max_left, min_kept=Goal().min_kept, scores={})  # fmt: skip
+    assert tried.passes(Goal()) == verdict.passes
+
+
+@pytest.mark.slow
+def test_records_that_the_public_model_knows_as_well_tell_nothing(
+    mpu: Callable, tmp_path: Path, demo: DemoModel
+) -> None:
+    """In place of steps that leave inf %."""
+    public = shutil.copytree(demo.model, tmp_path / "public")
+    weights = load_file(public / "model.safetensors")
+    save_file({name: 1.001 * x for name, x in weights.items()}, public / "model.safetensors", {"format": "pt"})
+    mpu("publish", demo.model, "--pretrained", public, "--copies", 2, "--kappa", 0.1, cwd=tmp_path)
+    options = ("--forget", demo.forget, "--retain", demo.retain, "--max-steps", 1)
+    mpu("rehearse", "copy_1", "copy_2", *options, fails="no better than a model that never saw them", cwd=tmp_path)
 
 
 def test_a_training_of_fixed_length_is_refused(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
