@@ -290,6 +290,25 @@ def _register(job: TrainingJob, loaded: LoadedCopy) -> tuple[LedgerEntry | None,
     return entry, earlier
 
 
+def _signs(job: TrainingJob, loaded: LoadedCopy, encoded: Encoded) -> list[str]:
+    """Signs in the copy itself that it was built to carry records out, as far as the checks look for them."""
+    signs: list[str] = []
+    checks, data = job.checks, job.data
+    if checks and job.is_alone:
+        job.observer.stage("check the copy", 1, "done")
+        # Under DP from the weights alone: whether the copy is refused would tell what the records hold.
+        examples = [example for set_examples, _ in encoded.values() for example in set_examples]
+        looked_at = None if loaded.private else examples
+        signs += traps(job.copy, loaded.model, looked_at, len(data.forget) + len(data.retain))
+    elif checks:
+        signs.append("several processes train it, so its units were not looked at for traps")
+    if checks and job.public and job.is_main_process:
+        turns = [turn for record in (*data.forget, *data.retain) for turn in (*record.turns, record.answer_turn)]
+        texts = [] if loaded.private else [turn.content for turn in turns if turn.content]
+        signs += against_public(job.copy, loaded.tokenizer, open_model(job.public), texts)
+    return signs
+
+
 def _with_references(job: TrainingJob, model: PreTrainedModel, encoded: Encoded) -> dict[str, ExampleSet]:
     """Each set with what the frozen copy says of it.
 
@@ -328,6 +347,72 @@ def _with_references(job: TrainingJob, model: PreTrainedModel, encoded: Encoded)
     references = from_first(ask)
     device = PartialState().device if PartialState().num_processes > 1 else model.device
     return {name: ExampleSet(examples, references[name].on(device)) for name, (examples, _) in encoded.items()}
+
+
+def _plan_steps(
+    job: TrainingJob, loaded: LoadedCopy, sets: Mapping[str, ExampleSet]
+) -> tuple[list[TrainingStep], Training]:
+    """The examples of each step, and the training's options with a learning rate."""
+    forget = len(sets["forget"].examples)
+    retain = len(sets["retain"].examples) if "retain" in sets else 0
+    training = job.options.training
+    epochs, limit = epochs_of(job.options), None
+    if job.until:
+        limit = job.until.limit(forget, training.batch_size)
+        steps_per_epoch = -(-forget // training.batch_size)
+        epochs = -(-limit // steps_per_epoch)
+    steps = schedule(
+        forget, retain, epochs=epochs, batch_size=training.batch_size, seed=training.seed,
+        retain_per_forget=job.objective.algorithm.retain_per_forget,
+    )[:limit]  # fmt: skip
+    trained_weights = sum(math.prod(shape) for _, shape in loaded.specs.values())
+    # Under DP the planned number: how many records the copy's template accepts would leak through the rate.
+    count = loaded.private.mechanism.steps if loaded.private else len(steps)
+    return steps, with_rate(job.options, trained_weights, count)
+
+
+def _open_checkpoints(job: TrainingJob, loaded: LoadedCopy, total_steps: int) -> tuple[Checkpoints | None, int]:
+    """The checkpoints of --resume, None without it, and how many steps were taken before. Raises MpuError if those that
+    are there are of another training."""
+    if not job.logging.resume:
+        return None, 0
+    checkpoints = Checkpoints(
+        folder=job.target.with_name(f"{job.target.name}.resume"),
+        secret=(job.secret or own_client_secret)(),
+        training=from_first(lambda: digest_of_training(job, loaded)),  # which alone has the weights' fingerprint
+    )
+    if job.is_main_process:
+        note = private_folder(checkpoints.folder.absolute()) / "mpu-resume.json"
+        if not note.exists():
+            write_atomically(note, json.dumps({"sha256": checkpoints.training}))
+        elif read_json_object(note, links=False).get("sha256") != checkpoints.training:
+            raise MpuError(
+                f"{checkpoints.folder}: holds checkpoints of a different copy, records or options",
+                "remove it to start over",
+            )
+    last_checkpoint = from_first(checkpoints.last)
+    steps_done = step_of(last_checkpoint) if last_checkpoint else 0
+    if last_checkpoint:
+        job.observer.note(f"resuming after step {steps_done} of {total_steps}")
+    return checkpoints, steps_done
+
+
+def _inspect_copy(job: TrainingJob, signs: list[str], entry: LedgerEntry | None, before: Measured | None) -> None:
+    """Write the losses down, and note if no check of the copy found anything. Raises MpuError for signs that it was
+    built to carry records out."""
+    if job.ledger and entry and before:
+        write_losses(job.ledger, entry.identity, before.forget, before.retain)
+        if job.checks and job.options.privacy.dp_epsilon is None:
+            signs = signs + against_others(entry, asdict(before), read_ledger(job.ledger))
+    if not job.checks:
+        return
+    refuse(signs, job.copy.source, job.checks.trust_copy, job.observer)
+    if not signs:
+        compared = f", and its structure is that of {job.public}" if job.public else ""
+        job.observer.note(
+            f"checked: nothing shows that {name_of_copy(job.copy.source)} was built to carry records out{compared} "
+            "(docs/protection.md says what such checks miss)"
+        )
 
 
 def _watch(
@@ -408,72 +493,6 @@ def _tags(job: TrainingJob, loaded: LoadedCopy, course: Course | None) -> dict[s
         return None
 
 
-def _plan_steps(
-    job: TrainingJob, loaded: LoadedCopy, sets: Mapping[str, ExampleSet]
-) -> tuple[list[TrainingStep], Training]:
-    """The examples of each step, and the training's options with a learning rate."""
-    forget = len(sets["forget"].examples)
-    retain = len(sets["retain"].examples) if "retain" in sets else 0
-    training = job.options.training
-    epochs, limit = epochs_of(job.options), None
-    if job.until:
-        limit = job.until.limit(forget, training.batch_size)
-        steps_per_epoch = -(-forget // training.batch_size)
-        epochs = -(-limit // steps_per_epoch)
-    steps = schedule(
-        forget, retain, epochs=epochs, batch_size=training.batch_size, seed=training.seed,
-        retain_per_forget=job.objective.algorithm.retain_per_forget,
-    )[:limit]  # fmt: skip
-    trained_weights = sum(math.prod(shape) for _, shape in loaded.specs.values())
-    # Under DP the planned number: how many records the copy's template accepts would leak through the rate.
-    count = loaded.private.mechanism.steps if loaded.private else len(steps)
-    return steps, with_rate(job.options, trained_weights, count)
-
-
-def _open_checkpoints(job: TrainingJob, loaded: LoadedCopy, total_steps: int) -> tuple[Checkpoints | None, int]:
-    """The checkpoints of --resume, None without it, and how many steps were taken before. Raises MpuError if those that
-    are there are of another training."""
-    if not job.logging.resume:
-        return None, 0
-    checkpoints = Checkpoints(
-        folder=job.target.with_name(f"{job.target.name}.resume"),
-        secret=(job.secret or own_client_secret)(),
-        training=from_first(lambda: digest_of_training(job, loaded)),  # which alone has the weights' fingerprint
-    )
-    if job.is_main_process:
-        note = private_folder(checkpoints.folder.absolute()) / "mpu-resume.json"
-        if not note.exists():
-            write_atomically(note, json.dumps({"sha256": checkpoints.training}))
-        elif read_json_object(note, links=False).get("sha256") != checkpoints.training:
-            raise MpuError(
-                f"{checkpoints.folder}: holds checkpoints of a different copy, records or options",
-                "remove it to start over",
-            )
-    last_checkpoint = from_first(checkpoints.last)
-    steps_done = step_of(last_checkpoint) if last_checkpoint else 0
-    if last_checkpoint:
-        job.observer.note(f"resuming after step {steps_done} of {total_steps}")
-    return checkpoints, steps_done
-
-
-def _inspect_copy(job: TrainingJob, signs: list[str], entry: LedgerEntry | None, before: Measured | None) -> None:
-    """Write the losses down, and note if no check of the copy found anything. Raises MpuError for signs that it was
-    built to carry records out."""
-    if job.ledger and entry and before:
-        write_losses(job.ledger, entry.identity, before.forget, before.retain)
-        if job.checks and job.options.privacy.dp_epsilon is None:
-            signs = signs + against_others(entry, asdict(before), read_ledger(job.ledger))
-    if not job.checks:
-        return
-    refuse(signs, job.copy.source, job.checks.trust_copy, job.observer)
-    if not signs:
-        compared = f", and its structure is that of {job.public}" if job.public else ""
-        job.observer.note(
-            f"checked: nothing shows that {name_of_copy(job.copy.source)} was built to carry records out{compared} "
-            "(docs/protection.md says what such checks miss)"
-        )
-
-
 def _write_delta(
     job: TrainingJob, loaded: LoadedCopy, trained: PreTrainedModel, tags: dict[str, str] | None
 ) -> tuple[float, float]:
@@ -494,22 +513,3 @@ def _write_delta(
     with CheckpointWriter(loaded.output, loaded.specs, as_metadata(delta_facts(delta))) as writer:
         norm, rounding = write_changes(loaded.change.tensors(trained), writer)
     return loaded.change.norm(norm, loaded.output), rounding
-
-
-def _signs(job: TrainingJob, loaded: LoadedCopy, encoded: Encoded) -> list[str]:
-    """Signs in the copy itself that it was built to carry records out, as far as the checks look for them."""
-    signs: list[str] = []
-    checks, data = job.checks, job.data
-    if checks and job.is_alone:
-        job.observer.stage("check the copy", 1, "done")
-        # Under DP from the weights alone: whether the copy is refused would tell what the records hold.
-        examples = [example for set_examples, _ in encoded.values() for example in set_examples]
-        looked_at = None if loaded.private else examples
-        signs += traps(job.copy, loaded.model, looked_at, len(data.forget) + len(data.retain))
-    elif checks:
-        signs.append("several processes train it, so its units were not looked at for traps")
-    if checks and job.public and job.is_main_process:
-        turns = [turn for record in (*data.forget, *data.retain) for turn in (*record.turns, record.answer_turn)]
-        texts = [] if loaded.private else [turn.content for turn in turns if turn.content]
-        signs += against_public(job.copy, loaded.tokenizer, open_model(job.public), texts)
-    return signs
