@@ -28,9 +28,8 @@ from mpu_cli.model.load import longest_independent_input, tokenizer_of
 from mpu_cli.model.source import open_model
 from mpu_cli.protocol.keys import seal, unseal
 from mpu_cli.records import forms
-from mpu_cli.records.encode import Encoding, Example
+from mpu_cli.records.encode import Encoding
 from mpu_cli.records.read import read_records
-from mpu_cli.training.copycheck import traps
 from mpu_cli.training.data import Dataset, records_digest
 from mpu_cli.training.ledger import LedgerEntry, default_ledger_path, read_ledger, write_down
 from mpu_cli.training.private import Mechanism, composed_epsilon
@@ -223,15 +222,6 @@ class TestACopyThatIsNotLookedAt:
         for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             (root / "bert" / file).write_bytes((root / "base" / file).read_bytes())
         mpu("unlearn", "bert", "--algo", "graddiff", fails="is not an architecture of mpu's", status=1, cwd=root)
-
-    @pytest.mark.parametrize(
-        "name", [pytest.param(n, marks=() if n in CONFIGS else pytest.mark.exhaustive) for n in NAMES]
-    )
-    def test_every_family_can_be_looked_at(self, tmp_path: Path, name: str) -> None:
-        model = save(random_model(name), tmp_path / "model")
-        loaded, _ = load(model, torch.float32, "cpu")
-        examples = [Example([*range(3 + i, 20 + i)], [*range(3 + i, 20 + i)], 17) for i in range(8)]
-        assert traps(open_model(str(model)), loaded, examples, 8) == []
 
 
 class TestAPlantedCheckpoint:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -15,24 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mpu_cli.files.boundary import CONFIG, ROPE
 from mpu_cli.files.folder import clean_chat_template, clean_config, clean_tokenizer_config, clean_tokens, left_out
-from mpu_cli.model.network import parts_of
 from mpu_cli.model.source import open_model
 from mpu_cli.model.staging import staged_model
-from tests.helpers.models import CONFIGS, FAMILY_CONFIGS, by_kind, load, needs_shared, random_model, save
+from tests.helpers.models import CONFIGS, by_kind, load, needs_shared, random_model, save
 from tests.helpers.paths import ROOT, SHARED
-
-LABELS = {"id2label", "label2id", "problem_type"}  # of classifiers
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", {**CONFIGS, **FAMILY_CONFIGS})
-def test_every_setting_of_a_supported_family_is_listed(family: str) -> None:
-    """As transformers' classes have them, also of their parts; a new release may add one."""
-    for part in parts_of(random_model(family).config):
-        kind = type(part)
-        names = {field.name for field in dataclasses.fields(kind)}
-        names |= {*kind.attribute_map, *kind.attribute_map.values()}
-        assert names - LABELS <= CONFIG, kind
 
 
 def test_what_a_part_of_a_config_loses_is_named() -> None:

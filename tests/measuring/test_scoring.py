@@ -24,33 +24,10 @@ from mpu_cli.options.unlearning import SYSTEM_PROMPT
 from mpu_cli.records.encode import Encoding
 from mpu_cli.records.forms import question
 from tests.helpers.evaluation import items_of
-from tests.helpers.models import CONFIGS, FAMILY_CONFIGS, VOCABULARY, by_kind, load, random_model, save
+from tests.helpers.models import VOCABULARY, random_model, save
 
 
 class TestScoring:
-    @pytest.mark.slow
-    @pytest.mark.parametrize("family", by_kind([*CONFIGS, *FAMILY_CONFIGS]))
-    def test_items_that_begin_alike_are_scored_as_alone(self, family: str) -> None:
-        """Compared with log-probabilities of each item by itself; Mistral's prompts are longer than its window."""
-        model = random_model(family)
-        rng = random.Random(1)
-        items = items_of(rng, 5, 4) + items_of(rng, 4, 1)
-        items += [replace(item, ids=(*item.ids, *item.ids[3:6])) for item in items[::3]]  # begin with all of another
-        for batch_size in (3, 64):
-            scored = Scorer(model).score(items, batch_size=batch_size, moments=True)
-            for item, scores in zip(items, scored, strict=True):
-                with torch.no_grad():
-                    logits = model(input_ids=torch.tensor([item.ids])).logits[0, item.start - 1 : -1].double()
-                log_p = logits.log_softmax(-1)
-                expected = log_p.gather(1, torch.tensor(item.labels)[:, None])[:, 0]
-                torch.testing.assert_close(scores.log_probs.double(), expected, rtol=0, atol=1e-4)
-                torch.testing.assert_close(scores.losses.double(), -expected, rtol=0, atol=1e-4)
-                assert scores.likeliest.equal(logits.argmax(-1))
-                mean = (log_p.exp() * log_p).sum(-1)
-                variance = (log_p.exp() * (log_p - mean[:, None]) ** 2).sum(-1)
-                torch.testing.assert_close(scores.mean.double(), mean, rtol=0, atol=1e-4)
-                torch.testing.assert_close(scores.variance.double(), variance, rtol=0, atol=1e-3)
-
     @pytest.mark.slow
     def test_losses_have_the_suites_bias_only_where_it_is_followed(self) -> None:
         """Over a large vocabulary torch's kernel for a strided axis is off by more than rounding explains."""
@@ -317,24 +294,3 @@ class TestGeneration:
         model.generation_config.stop_strings = "w5"
         [said] = answer(model, tokenizer, [item], [[9]], limit=20, batch_size=2)
         assert said.generation == tokenizer.decode(expected, skip_special_tokens=True)
-
-
-SCORED = ("gemma4", "mistral3", "deepseek_v3", "lfm2", "gemma4_text-channels", "falcon_h1")
-
-
-@pytest.mark.parametrize(
-    "family",
-    [name if name in SCORED else pytest.param(name, marks=pytest.mark.exhaustive) for name in FAMILY_CONFIGS],
-)
-def test_losses_are_those_of_one_record_at_a_time(tmp_path: Path, family: str) -> None:
-    """Whatever attends along paths, convolves or keeps a state: records in a pack do not see each other."""
-    draw = torch.Generator().manual_seed(0)
-    rows = [torch.randint(8, 90, (n,), generator=draw).tolist() for n in (9, 14, 14, 11, 20, 30)]
-    rows.append([*rows[1][:7], *rows[4][:6]])  # begins as another does
-    model, _ = load(save(random_model(family), tmp_path / "base"), torch.float32, "cpu")
-    packed_scores = Scorer(model.eval()).score([Item(tuple(row), 4, tuple(row[:4]), "") for row in rows], batch_size=4)
-    for row, scores in zip(rows, packed_scores, strict=True):
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([row])).logits[0].float()
-        expected = torch.nn.functional.cross_entropy(logits[3:-1], torch.tensor(row[4:]))
-        assert scores.loss == pytest.approx(float(expected), rel=1e-4)

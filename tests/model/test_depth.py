@@ -14,70 +14,13 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.model.layout import layout_of
-from mpu_cli.model.source import open_model
+from mpu_cli.errors import UsageError
 from mpu_cli.options.publishing import parse_layers
-from mpu_cli.protocol.noise import ZeroSum
-from mpu_cli.protocol.publication import Publication
-from mpu_cli.protocol.publish import Target, plan_publish, publish
-from tests.helpers.models import CONFIGS, FAMILY_CONFIGS, VOCABULARY, by_kind, random_model, read, save, write_records
+from tests.helpers.models import CONFIGS, random_model, save, write_records
 from tests.helpers.protocol import distance, merge_factors, tensors
 
-TOKENS = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(1))
+
 # What a layer of theirs computes follows from its number, or from a config of a form of its own.
-REFUSED = {
-    "gemma4", "gemma4_text-channels", "gpt_neo", "qwen3_moe", "glm4_moe", "glm4_moe-normed", "ernie4_5_moe-biases",
-    "nemotron_h", "nemotron_h-latent", "gemma3n_text", "deepseek_v2", "deepseek_v3", "mistral3-mistral4", "minicpm3",
-}  # fmt: skip
-
-
-def logits_without(folder: Path, omitted: tuple[int, ...]) -> torch.Tensor:
-    """Those of transformers' own model, whose layers ``omitted`` pass on what they are given."""
-    model = read(folder)
-    opened = open_model(str(folder))
-    layout = layout_of(opened.checkpoint.tensors, opened.config, "")
-
-    def passes_on(_: torch.nn.Module, args: tuple, kwargs: dict, output: object) -> object:
-        states = args[0] if args else kwargs["hidden_states"]
-        return (states, *output[1:]) if isinstance(output, tuple) else states
-
-    count = len(layout.structures)
-    named = model.get_decoder().named_modules()
-    layer_attribute = layout.family.layer.format(i=0).split(".")[-3]  # layers, h or blocks
-    [layers] = [module for name, module in named if name.split(".")[-1] == layer_attribute and len(module) == count]
-    for layer in omitted:
-        layers[layer].register_forward_hook(passes_on, with_kwargs=True)
-    with torch.no_grad():
-        return model(TOKENS).logits
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("family", by_kind([*CONFIGS, *FAMILY_CONFIGS]))
-def test_copies_compute_what_the_base_without_the_layers_computes(tmp_path: Path, family: str) -> None:
-    save(random_model(family), tmp_path / "base")
-    base = open_model(str(tmp_path / "base"))
-    count = len(layout_of(base.checkpoint.tensors, base.config, "").structures)
-    omitted = (0,) if count == 2 else (1, 2)
-    publication = Publication(seed=bytes(32), kappa=0.0, scheme=ZeroSum((1.0,)), omitted=omitted)
-
-    def first_copy() -> Path:
-        return publish(
-            plan_publish(base, None, publication, Target(tmp_path, tmp_path / "keys", lambda _: b""))
-        ).copies[0]
-
-    if family in REFUSED:
-        with pytest.raises(MpuError, match="depends on their number"):
-            first_copy()
-        return
-    expected = logits_without(tmp_path / "base", omitted)
-    model = read(first_copy())
-    with torch.no_grad():
-        actual = model(TOKENS).logits
-    same = 1e-4 if family.startswith(("qwen3_5", "qwen3_next")) else 1e-5
-    assert float((actual - expected).abs().max() / expected.abs().max()) < same
-
-
 class TestThroughTheCommandLine:
     """The whole path, on a model of four layers of which the copies lack two."""
 
