@@ -22,9 +22,10 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 # If this package is there, other libraries fetch kernels from the Hub while they are imported, and run them.
 sys.modules.setdefault("kernels", None)  # type: ignore[arg-type]
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it says so, to everyone whose CPU would have had one
+# On CPUs for which there is such a kernel, bitsandbytes would warn that the package is missing.
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
-# The commands as functions: those of ``Publish.call(base, kappa=1)``, by the names on the command line.
+# The modules of the commands that can be called as functions, such as ``publish(base, kappa=1)``, by their names.
 _COMMANDS = {
     "aggregate": "commands.aggregate", "check": "commands.check", "evaluate": "commands.evaluate",
     "finetune": "commands.finetune", "invert": "commands.invert", "publish": "commands.publish",

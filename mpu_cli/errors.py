@@ -18,7 +18,8 @@ class MpuError(Exception):
     exit_status = 1
 
     def __init__(self, problem: str, hint: str | None = None):
-        problem = " ".join(line.strip() for line in problem.splitlines() if line.strip())  # of libraries, too
+        # What libraries say, and messages quote, may have several lines.
+        problem = " ".join(line.strip() for line in problem.splitlines() if line.strip())
         if len(problem) > MAX_MESSAGE:  # names in a hostile file can be of any length
             problem = f"{problem[: MAX_MESSAGE - 500]} … {problem[-400:]}"
         super().__init__(problem, hint)
@@ -37,6 +38,7 @@ def no_space(error: BaseException) -> bool:
     """Whether a disk is full, or a file larger than allowed. Libraries in Rust and C++ word what the system said."""
     if isinstance(error, OSError) and error.errno is not None:
         return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    # The numbers are Linux's ENOSPC, EDQUOT and EFBIG.
     signs = ("os error 28", "os error 122", "os error 27", "storagefull", "filetoolarge", "quotaexceeded",
              "no space left", "file write failed", "failed writing file", "unexpected pos")  # fmt: skip
     return any(sign in str(error).lower() for sign in signs)

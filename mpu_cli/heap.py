@@ -9,7 +9,7 @@ import ctypes
 import sys
 from functools import cache
 
-LARGE_MODEL = 1 << 28  # bytes of weights from which on memory matters more than some of the time
+LARGE_MODEL = 1 << 28  # bytes of weights; from this size on, saving memory is worth some time
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of <malloc.h>
 LARGEST_CACHED_BLOCK = 31 << 20  # bytes of the largest block that is kept; glibc allows 32 MiB
 RETURNED = 8 << 20  # bytes of the smallest block that is returned as soon as it is freed
@@ -54,4 +54,5 @@ def _glibc() -> ctypes.CDLL | None:
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None)
+    # musl, of Alpine Linux, has no malloc_trim.
     return libc if hasattr(libc, "malloc_trim") else None

@@ -42,8 +42,10 @@ SILENT = Observer()
 
 
 class Within(Observer):
-    """An observer of one part of a longer operation: names the part wherever something is said; without ``notes``, only
-    warnings are."""
+    """An observer of one part of a longer operation: puts the part's name before stages, notes and warnings.
+
+    Without ``notes``, it drops notes.
+    """
 
     def __init__(self, outer: Observer, part: str, *, notes: bool = True):
         self._outer, self._part, self._notes = outer, part, notes

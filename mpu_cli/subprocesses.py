@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-# How lines begin that say why mpu failed, and what to do.
+# Prefixes of the lines that say why mpu failed, and what to do.
 ERROR, HINT = "mpu: error: ", "mpu: hint: "
 
 
@@ -24,12 +24,13 @@ class Ended:
     @property
     def reason(self) -> str:
         """Why it failed: its own error and hint; else the last line that it wrote, or its exit status."""
-        errors, hints = (
-            [line.split(mark, 1)[1] for line in self.stderr.splitlines() if mark in line] for mark in (ERROR, HINT)
-        )
+        lines = self.stderr.splitlines()
+        errors = [line.split(ERROR, 1)[1] for line in lines if ERROR in line]
+        hints = [line.split(HINT, 1)[1] for line in lines if HINT in line]
         if errors:
             return errors[0] + (f" ({hints[0]})" if hints else "")
-        return next(filter(None, reversed(self.stderr.strip().splitlines())), f"exit status {self.status}")
+        visible = self.stderr.strip().splitlines()
+        return visible[-1] if visible else f"exit status {self.status}"
 
 
 def python_command(module: str, function: str, *arguments: str) -> list[str]:
@@ -61,9 +62,8 @@ def run_mpu(
     *,
     launcher: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
-    folder: str | None = None,
 ) -> Ended:
-    """Run ``mpu`` with ``arguments`` until it ends, in ``folder``, or here; ``environment`` is added to this one.
+    """Run ``mpu`` with ``arguments`` until it ends; ``environment`` is added to this process's.
 
     ``launcher`` is a command that starts Python modules, such as ``accelerate launch -m``.
 
@@ -71,7 +71,7 @@ def run_mpu(
     """
     started_by = [*launcher, "mpu_cli", *arguments] if launcher else python_command("mpu_cli.entry", "main", *arguments)
     process = subprocess.Popen(
-        started_by, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
+        started_by, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=safe_environment(**(environment or {})),
     )  # fmt: skip
     _RUNNING.add(process)
@@ -79,7 +79,7 @@ def run_mpu(
         with process:
             try:
                 stdout, stderr = process.communicate()
-            except BaseException:  # interrupted, or called off by a cluster: it would go on
+            except BaseException:  # interrupted, or called off by a cluster: mpu would keep running
                 process.terminate()
                 raise
     finally:

@@ -15,7 +15,7 @@ else:
 
 
 def parse_value(text: str) -> object:
-    """``text`` as a TOML value; as it is if it is none, so that words need no quotes."""
+    """``text`` as a TOML value, or unchanged if it is not one, so that words need no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -23,17 +23,10 @@ def parse_value(text: str) -> object:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The document in ``path``. Raises MpuError if it cannot be read."""
+    """The document in ``path``. Raises MpuError if it cannot be read or is not TOML."""
     try:
-        content = path.read_bytes()
+        return tomllib.loads(path.read_bytes().decode())
     except OSError as error:
         raise MpuError(f"{path}: cannot be read: {error.strerror}") from error
-    return parse_toml(content, path)
-
-
-def parse_toml(content: bytes, path: Path) -> dict[str, Any]:
-    """The document that ``content``, of the file ``path``, is. Raises MpuError if it is not TOML."""
-    try:
-        return tomllib.loads(content.decode())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise MpuError(f"{path}: not TOML ({error})") from error

@@ -43,7 +43,10 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", re.ASCII)
 def bytes_of(text: str) -> float:
     """The number of bytes in text such as 24GB, 80 GiB or 512M. Raises UsageError, also for fewer than a megabyte."""
     match = _SIZE.fullmatch(text.strip())
-    count = float(match[1]) * (1024 if match[3] else 1000) ** " kMGT".index(match[2] or " ") if match else 0.0
+    count = 0.0
+    if match:
+        step = 1024 if match[3] else 1000
+        count = float(match[1]) * step ** " kMGT".index(match[2] or " ")
     if count < 1e6:  # such as 24, which is meant as something else
         raise UsageError(f"{text!r}: is not an amount of memory", "write it as 24GB or 80GiB")
     return count

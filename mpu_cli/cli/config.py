@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mpu_cli.errors import UsageError
+from mpu_cli.options.declare import RECORDS
 from mpu_cli.toml import read_toml
 
 FLAG, VARIABLE = "--config", "MPU_CONFIG"
@@ -26,7 +27,7 @@ def without_switch(arguments: Sequence[str], flag: str) -> tuple[list[str], bool
     return [*options, *arguments[end:]], len(options) < end
 
 
-def without_flag(arguments: Sequence[str]) -> tuple[list[str], str | None]:
+def without_config(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     """``arguments`` without ``--config FILE``, wherever it stands, and FILE."""
     filtered: list[str] = []
     file: str | None = None
@@ -55,8 +56,8 @@ def defaults_from(path: Path, commands: Mapping[str, Any]) -> dict[str, dict[str
     defaults: dict[str, dict[str, object]] = {}
     for name, table in read_toml(path).items():
         if name not in commands or not isinstance(table, dict):
-            commanded = ", ".join(f"[{command}]" for command in commands)
-            raise UsageError(f"{path}: {name}: not a command", f"put options into a table: {commanded}")
+            tables = ", ".join(f"[{command}]" for command in commands)
+            raise UsageError(f"{path}: {name}: not a command", f"put options into a table: {tables}")
         parameters = {_option_name(parameter): parameter for parameter in commands[name].params}
         defaults[name] = {}
         for option, value in table.items():
@@ -65,9 +66,12 @@ def defaults_from(path: Path, commands: Mapping[str, Any]) -> dict[str, dict[str
                 near = difflib.get_close_matches(option.replace("-", "_"), parameters, 1)
                 hint = f"did you mean {near[0]}?" if near else None
                 raise UsageError(f"{path}: [{name}] {option}: no such option", hint)
-            several = getattr(parameter, "multiple", False) or parameter.nargs == -1
-            is_single = several and not isinstance(value, list)
-            defaults[name][parameter.name] = [value] if is_single else value if several else _as_given(value)
+            takes_several = getattr(parameter, "multiple", False) or parameter.nargs == -1
+            if not takes_several:
+                value = _as_given(value, "\n" if parameter.metavar == RECORDS else ",")
+            elif not isinstance(value, list):
+                value = [value]
+            defaults[name][parameter.name] = value
     return defaults
 
 
@@ -76,7 +80,7 @@ def name_variables(commands: Mapping[str, Any]) -> None:
     for name, command in commands.items():
         for parameter in command.params:
             if parameter.param_type_name == "option":
-                parameter.envvar = f"MPU_{name}_{_option_name(parameter)}".replace("-", "_").upper()
+                parameter.envvar = _variable(name, _option_name(parameter))
                 if parameter.is_flag:
                     parameter.metavar = parameter.metavar or ""
                 parameter.show_envvar = False  # explained once, in mpu's help; repeated everywhere, it drowns the rest
@@ -96,10 +100,14 @@ def naming_variables(text: str, arguments: Sequence[str], environment: Mapping[s
     """``text`` with each option that ``environment`` sets, and not ``arguments``, under the name of its variable."""
     given = {argument.partition("=")[0] for argument in arguments}
     for flag in {*re.findall(r"--[a-z][a-z0-9-]*", text)} - given:
-        variable = f"MPU_{arguments[0]}_{flag[2:]}".replace("-", "_").upper() if arguments else ""
+        variable = _variable(arguments[0], flag.removeprefix("--")) if arguments else ""
         if variable in environment:
             text = re.sub(rf"{flag}(?![a-z0-9-])", variable, text)
     return text
+
+
+def _variable(command: str, option: str) -> str:
+    return f"MPU_{command}_{option}".replace("-", "_").upper()
 
 
 def _option_name(parameter: Any) -> str:
@@ -108,8 +116,8 @@ def _option_name(parameter: Any) -> str:
     return longest.removeprefix("--").replace("-", "_").lower()
 
 
-def _as_given(value: object) -> object:
-    """A value of TOML as it would stand on the command line: a list of names with commas."""
+def _as_given(value: object, separator: str) -> object:
+    """A value of TOML as it would stand on the command line: a list as one text."""
     if isinstance(value, list) and all(isinstance(each, str | int | float) for each in value):
-        return ",".join(map(str, value))
+        return separator.join(map(str, value))
     return value

@@ -88,9 +88,13 @@ def carry_out(command: Command, *, dry_run: bool, as_json: bool) -> None:
     if dry_run and isinstance(result, Preview):
         print_preview(result, force=getattr(command, "force", False), as_json=as_json)
         return
-    for table in () if dry_run else command.tables(result):
-        (observer.table if as_json else emit_table)(table.title, table.columns, table.rows)
-    report = result if dry_run else command.report(result, observer)
+    if dry_run:
+        report = result
+    else:
+        show_table = observer.table if as_json else emit_table  # standard output is for the document alone
+        for table in command.tables(result):
+            show_table(table.title, table.columns, table.rows)
+        report = command.report(result, observer)
     emit(report.lines, report.document, as_json and report.document is not None)
     if report.failure:
         raise report.failure

@@ -17,7 +17,7 @@ from mpu_cli.cli.config import (
     name_variables,
     naming_variables,
     unknown_variables,
-    without_flag,
+    without_config,
     without_switch,
 )
 from mpu_cli.cli.driver import function_of, in_two_levels
@@ -130,7 +130,7 @@ def main(arguments: list[str] | None = None) -> None:
         if switched_on:
             os.environ[variable] = "1"
     try:
-        arguments, file = without_flag(arguments)
+        arguments, file = without_config(arguments)
         command: Any = typer.main.get_command(app)
         for parsed in command.commands.values():
             parsed.callback = results_alone()(parsed.callback)
@@ -197,8 +197,9 @@ def join_repeated_options(arguments: list[str]) -> list[str]:
         if source is None:
             return arguments  # the option lacks its value, which typer says better
         sources.setdefault(flag, []).append(source)
-    named_again = [text for flag, names in sources.items() for text in (flag, "\n".join(names))]
-    return [*remaining, *named_again, *arguments[end:]]
+    for flag, names in sources.items():
+        remaining += [flag, "\n".join(names)]
+    return [*remaining, *arguments[end:]]
 
 
 def _fail(text: str, debug: bool, hint: str | None = None) -> None:

@@ -64,7 +64,7 @@ def _plain(value: object) -> object:
     return value
 
 
-def _first() -> bool:
+def _is_main_process() -> bool:
     """Whether this process reports: of several that train together, only one does."""
     return os.environ.get("RANK", "0") == "0"
 
@@ -76,11 +76,11 @@ def is_switched_on(variable: str) -> bool:
 
 def _reports() -> bool:
     """Whether notes, tables and progress are shown."""
-    return _first() and not is_switched_on(QUIET_VARIABLE)
+    return _is_main_process() and not is_switched_on(QUIET_VARIABLE)
 
 
 def warn(text: str) -> None:
-    if _first():
+    if _is_main_process():
         print(f"warning: {printable(text)}", file=sys.stderr)
 
 
@@ -89,7 +89,7 @@ def emit_table(title: str, columns: Iterable[str], rows: Iterable[Iterable[str]]
     from rich.console import Console
 
     out = _results or sys.stdout
-    if out is not None and _first():
+    if out is not None and _is_main_process():
         _draw(title, columns, rows, out, Console(file=out).width if out.isatty() else None)
         out.flush()
 
@@ -186,7 +186,7 @@ class Terminal(Observer):
 
     def show(self, text: str) -> None:
         """Print what was asked for, also where notes are not shown."""
-        if _first():
+        if _is_main_process():
             print(printable(text), file=sys.stderr)
 
     def result(self, line: object) -> None:
@@ -222,6 +222,6 @@ def terminal() -> Iterator[Terminal]:
         yield observer
     finally:
         observer.close()
-        if is_switched_on(PROFILE) and _first():
+        if is_switched_on(PROFILE) and _is_main_process():
             for label, seconds in observer.seconds_by_stage().items():
                 print(f"profile: {printable(label)}: {seconds:.2f} s", file=sys.stderr)

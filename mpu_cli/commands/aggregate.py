@@ -191,8 +191,10 @@ class Aggregate(Command):
             return
         tried = [[f"{at:g}", f"{loss:.4f}"] for at, loss in step.curve]
         observer.table("Steps tried", ["step", f"loss per answer token on {self.aggregating.probe}"], tried)
-        which = "the longest that is tried" if step.chosen >= MAX_STEP else "the longest found"
-        if step.chosen == max(step.losses) < MAX_STEP:
+        which = "the longest found"
+        if step.chosen >= MAX_STEP:
+            which = "the longest that is tried"
+        elif step.chosen == max(step.losses):
             which = "as long as it was to be"
         rise = f"it rises by {step.rise:.2g}; --max-rise is {step.max_rise:g}"
         observer.note(f"applied with a step of {step.chosen:g}, {which}: {rise}")

@@ -86,13 +86,11 @@ class Check(Command):
         from mpu_cli.measuring.receipt import as_text
         from mpu_cli.model.source import open_model
 
-        if self.receipt and self.receipt.exists() and not self.force:
-            raise MpuError(f"{self.receipt}: already exists", "choose another name, or use --force to replace it")
         if process_count() > 1:
             raise UsageError("check: does not work in several processes")
-        sets = _sets(self.checking, observer)
         with Transaction(force=self.force) as transaction:
-            written = transaction.add(self.receipt) if self.receipt else None  # fails before anything is measured
+            written = transaction.add(self.receipt) if self.receipt else None  # fails before anything is read
+            sets = _sets(self.checking, observer)
             # Opened beside the sealed file, where the next command finds what a killed one left.
             with opened_copy(self.copy, Path(self.copy).parent, self.identity, observer) as source:
                 checked = self._check(open_model(source, links=False), sets, observer)
@@ -282,7 +280,7 @@ def _scores(
     given word for word if each of its tokens is the likeliest after those before it."""
     import torch
 
-    from mpu_cli.files.reader import NAME, OPTION, TORCH
+    from mpu_cli.files.reader import OPTION, TORCH
     from mpu_cli.measuring.verdict import RecordScores
     from mpu_cli.model.device import device_of
     from mpu_cli.model.load import letting_go, limits_of, load
@@ -292,10 +290,13 @@ def _scores(
     @letting_go  # imported here, with torch, so what it decorates is here, too
     def score() -> dict[str, RecordScores]:
         scoring, prompts = options.scoring, options.prompts
-        on_cpu = device_of(scoring.device).type == "cpu"
-        largest = max(model.checkpoint.tensors.values(), key=lambda info: info.nbytes)
-        stored = NAME[torch.float32] if on_cpu else largest.dtype
-        dtype = TORCH[OPTION[scoring.dtype] if scoring.dtype else stored]
+        if scoring.dtype:
+            dtype = TORCH[OPTION[scoring.dtype]]
+        elif device_of(scoring.device).type == "cpu":
+            dtype = torch.float32
+        else:
+            largest = max(model.checkpoint.tensors.values(), key=lambda info: info.nbytes)
+            dtype = TORCH[largest.dtype]
         loaded, tokenizer = load(model, dtype, scoring.device, quantize=scoring.quantize)
         encoding = encoding_of(tokenizer, prompts, prompts.template, limits_of(loaded))
         observer.stage(f"score {label}", sum(map(len, sets.values())), "records")

@@ -125,10 +125,12 @@ def _interval(result: Evaluated, name: str) -> tuple[float, float] | None:
     if interval := form.get("interval"):
         return tuple(interval)
     entries = [entry for entry in (form.get("value_by_index") or {}).values() if isinstance(entry, dict)]
+    # A record may have several numbers: the metric's are those whose mean is its value.
     for name_of_value in entries[0] if len(entries) > 1 else ():
         values = [entry.get(name_of_value) for entry in entries]
         numbers = [value for value in values if isinstance(value, float)]
         mean = math.fsum(numbers) / len(entries)
         if len(numbers) == len(entries) and math.isclose(mean, form["agg_value"], rel_tol=1e-6, abs_tol=1e-9):
-            return mean - (half := half_interval(numbers)), mean + half
+            half = half_interval(numbers)
+            return mean - half, mean + half
     return None

@@ -112,8 +112,8 @@ class Evaluate(Command):
         if log and benchmark.attacks:
             options = log.document.get("options")
             then = options.get("attacks") if isinstance(options, Mapping) else None
-            values = asdict(how.recovery).items()
-            now = {name: [*value] if isinstance(value, tuple) else value for name, value in values}
+            now = asdict(how.recovery)
+            now["attacks"] = list(now["attacks"])  # as the log has it: JSON has no tuples
             if isinstance(then, Mapping) and (changed := list(differences(then, now))):
                 observer.warn(f"{log.path}: its attacks were others ({few(changed)}), so what they bring back differs")
         if self.plot:

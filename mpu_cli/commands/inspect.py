@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from mpu_cli.commands.secrets import opened_keys
 from mpu_cli.errors import MpuError
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.command import IDENTITY, Command, Opening, Report
+from mpu_cli.options.command import IDENTITY, PASSPHRASE_FILE, Command, Opening, Report
 from mpu_cli.options.declare import option
 from mpu_cli.wording import printable
 
@@ -38,7 +38,7 @@ class Inspect(Command):
     )
     tensors: bool = option(False, "List every tensor.")
     identity: Path | None = option(None, IDENTITY, metavar="FILE")
-    passphrase_file: Path | None = option(None, "Read the passphrase from the first line of FILE.", metavar="FILE")
+    passphrase_file: Path | None = option(None, PASSPHRASE_FILE, metavar="FILE")
 
     def run(self, observer: Observer = SILENT) -> dict[str, Any]:  # noqa: ARG002 (as all commands have it)
         """The facts, by their names."""
@@ -94,6 +94,9 @@ def _sealed_facts(path: Path, identity: Path | None, passphrase_file: Path | Non
             raise
         return {**facts, "opened": f"no: {str(error).removeprefix(f'{path}: ')}"}
     publication = keys.publication
+    noise = publication.scheme.name
+    if publication.copies > 1:
+        noise += f", cancels up to order {publication.scheme.order - 1}"
     # The seed, α_k or c_k, and σ undo the noise and the coordinates: they are never shown.
     return {
         **facts,
@@ -105,8 +108,7 @@ def _sealed_facts(path: Path, identity: Path | None, passphrase_file: Path | Non
         "permanent noise": publication.shared_kappa,
         **({"calibrated": _calibration(publication.calibration)} if publication.calibration else {}),
         "symmetries": publication.symmetries,
-        "noise": publication.scheme.name
-        + (f", cancels up to order {publication.scheme.order - 1}" if publication.copies > 1 else ""),
+        "noise": noise,
         "seed": "secret" if publication.seed_is_secret else "from --seed: not secret",
         "base": keys.base.path,
         "base fingerprint": keys.base.fingerprint,
@@ -200,13 +202,13 @@ def _document(path: Path, head: bytes) -> dict[str, Any] | None:
         return {"kind": "log of mpu run" if "publish" in steps else "JSON lines", "lines": len(lines), **steps}
     document: dict[str, Any] = read_json_object(path, LARGEST_RESULT, links=False)
     if document.get("format") == "mpu-eval":
+        metrics = _table(document, "metrics")
         return {
             "kind": "result of mpu eval",
             "benchmark": document.get("benchmark"),
             "model": _table(document, "model").get("source"),
-            "metrics": {name: _table(_table(document, "metrics"), name).get("agg_value")
-                        for name in _table(document, "metrics")},
-        }  # fmt: skip
+            "metrics": {name: _table(metrics, name).get("agg_value") for name in metrics},
+        }
     if document.get("format") == "mpu-receipt":
         from mpu_cli.measuring.receipt import PARTIES, read_receipt  # imports transformers, which takes seconds
 
@@ -253,9 +255,15 @@ def _folder(path: Path) -> dict[str, object] | None:
 
 
 def _belonging(origin: CopyManifest) -> dict[str, object]:
-    lacks = {"layers left out": ", ".join(map(str, origin.omitted_layers))} if origin.omitted_layers else {}
-    return {"run": origin.run, "round": origin.round, "copy": f"{origin.copy} of {origin.copies}",
-            "symmetries": origin.symmetries or "not stated", **lacks}  # fmt: skip
+    facts: dict[str, object] = {
+        "run": origin.run,
+        "round": origin.round,
+        "copy": f"{origin.copy} of {origin.copies}",
+        "symmetries": origin.symmetries or "not stated",
+    }
+    if origin.omitted_layers:
+        facts["layers left out"] = ", ".join(map(str, origin.omitted_layers))
+    return facts
 
 
 def _lines(facts: dict[str, Any]) -> Iterator[str]:

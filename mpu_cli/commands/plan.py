@@ -86,7 +86,7 @@ class Plan(Command):
             measure_machine,
             peak_memory,
             rows_at_once,
-            sets_of,
+            set_count,
             way_to_fit,
         )
         from mpu_cli.model.shallow import shallow
@@ -108,7 +108,7 @@ class Plan(Command):
         work = Work(rows, self.length, rows * self.length // 2)
         if self.forget:
             examples = examples_of(opened, self.forget, self.reading)
-            tokens = sets_of(unlearning) * self.epochs * sum(len(example.ids) for example in examples)
+            tokens = set_count(unlearning) * self.epochs * sum(len(example.ids) for example in examples)
             work = largest_work({"forget": examples}, unlearning, objective)
         machine = measure_machine(unlearning.training.precision)
         costs = cost(opened, machine, copies=scheme.copies, options=unlearning, tokens=tokens)
@@ -131,9 +131,9 @@ class Plan(Command):
             f"client memory\tabout {in_bytes(peak.total)}: {memory_of(peak, estimate.work)}",
         ]
         if estimate.room is not None:
-            lines.append(_fitting(estimate.room, bool(estimate.fits), estimate.suggestion))
-        lines += _of_work(costs, estimate.machine, estimate.tokens)
-        lines += _of_noise(scheme, disguise)
+            lines.append(_fit_line(estimate.room, bool(estimate.fits), estimate.suggestion))
+        lines += _work_lines(costs, estimate.machine, estimate.tokens)
+        lines += _noise_lines(scheme, disguise)
         observer.note("these are estimates for one round; `mpu run` logs measured numbers for whole rounds")
         document = {
             **asdict(costs),
@@ -156,7 +156,7 @@ class Plan(Command):
         return Report(lines, document)
 
 
-def _of_work(costs: Cost, machine: Machine, tokens: int | None) -> Iterator[str]:
+def _work_lines(costs: Cost, machine: Machine, tokens: int | None) -> Iterator[str]:
     """How long both parties take on this machine."""
     yield (
         f"server's work\tabout {in_time(costs.server_seconds)}: {in_bytes(costs.moved)} moved and "
@@ -174,7 +174,7 @@ def _of_work(costs: Cost, machine: Machine, tokens: int | None) -> Iterator[str]
         yield "busy\tother programs compute here now: alone, all of it takes less time"
 
 
-def _fitting(room: float, fits: bool, suggestion: tuple[str, Memory] | None) -> str:
+def _fit_line(room: float, fits: bool, suggestion: tuple[str, Memory] | None) -> str:
     """Whether training fits, or with what it would."""
     if fits:
         return f"fits\tinto {in_bytes(room)}"
@@ -184,7 +184,7 @@ def _fitting(room: float, fits: bool, suggestion: tuple[str, Memory] | None) -> 
     return f"does not fit\tinto {in_bytes(room)}; {text}"
 
 
-def _of_noise(scheme: Scheme, disguise: Disguise) -> Iterator[str]:
+def _noise_lines(scheme: Scheme, disguise: Disguise) -> Iterator[str]:
     """What the noise leaves in the update."""
     if disguise.kappa:
         factors = ", ".join(f"{factor:g}" for factor in scheme.factors)

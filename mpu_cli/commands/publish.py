@@ -290,6 +290,7 @@ def command_to_publish(model: Path, keys: Keys) -> str:
         command += ["--omit-layers", ",".join(map(str, publication.omitted))]
     if keys.recipients:
         in_order = [keys.recipients[str(copy)] for copy in range(1, keys.copies + 1) if str(copy) in keys.recipients]
+        # One recipient, once, is that of all copies (see ``plan``).
         command += ["--copy-recipients", ",".join(in_order if len(set(in_order)) > 1 else in_order[:1])]
     if publication.dtype:
         command += ["--dtype", WORD[publication.dtype]]

@@ -35,9 +35,10 @@ class Round:
 
     def __str__(self) -> str:
         parts = []
-        for what, there in (("copies", self.made), ("deltas", self.deltas)):
-            parts.append(f"{what} {', '.join(map(str, sorted(there))) or 'none'} of {self.copies}")
-        parts += [f"model {self.model}"] if self.model else []
+        for what, paths in (("copies", self.made), ("deltas", self.deltas)):
+            parts.append(f"{what} {', '.join(map(str, sorted(paths))) or 'none'} of {self.copies}")
+        if self.model:
+            parts.append(f"model {self.model}")
         parts += [f"{file}: {verdict}" for file, verdict in self.verdicts.items()]
         return "; ".join(parts)
 
@@ -155,7 +156,10 @@ def account_of(folder: Path) -> Account:
                 with open_regular(path, links=False) as file:
                     sealed = file.read(len(AGE_HEADER)) == AGE_HEADER
                 if sealed:
-                    (keys if path.suffix == ".bin" else other.setdefault("sealed copies", [])).append(str(relative))
+                    if path.suffix == ".bin":
+                        keys.append(str(relative))
+                    else:
+                        other.setdefault("sealed copies", []).append(str(relative))
                     continue
             checkpoint = open_checkpoint(path, links=False)
             if facts_of(checkpoint.metadata).get("format") == "mpu-delta":
@@ -204,9 +208,9 @@ def _add_receipts(folder: Path, folders: list[Path], rounds: Mapping[tuple[str, 
             receipt = read_receipt(path)
         except MpuError:  # another file
             continue
-        if found := rounds.get((receipt.copy.run, receipt.copy.round)):
-            found.verdicts[str(path.relative_to(folder))] = receipt.verdict
-            found.signed |= receipt.verdict.startswith("pass") and receipt.server is not None
+        if round_ := rounds.get((receipt.copy.run, receipt.copy.round)):
+            round_.verdicts[str(path.relative_to(folder))] = receipt.verdict
+            round_.signed |= receipt.verdict.startswith("pass") and receipt.server is not None
 
 
 def _entries(folder: Path) -> list[Path]:

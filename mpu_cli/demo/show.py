@@ -94,11 +94,10 @@ WAYS = {
 def write_report(folder: Path, shown: Demonstration, settings: Mapping[str, object]) -> None:
     """Write a self-contained ``folder/report.html``."""
     labels = list(shown.metrics)
-    columns = {
-        name: [shown.metrics[label].get(name) for label in labels]
-        for name in DRAWN
-        if any(name in metrics for metrics in shown.metrics.values())
-    }
+    columns = {}
+    for name in DRAWN:
+        if any(name in metrics for metrics in shown.metrics.values()):
+            columns[name] = [metrics.get(name) for metrics in shown.metrics.values()]
     titled = {DRAWN[name][0]: values for name, values in columns.items()}
     shown_settings = ", ".join(f"{name} = {value}" for name, value in settings.items())
     rows = []
@@ -109,7 +108,9 @@ def write_report(folder: Path, shown: Demonstration, settings: Mapping[str, obje
         # Less than a model that never saw the records knows is no better than as much.
         aim = TOWARDS_RETAIN if never_knew is not None and goal(name) == DOWN else goal(name)
         marked = {clean_index + i for i in best(values[clean_index:], aim, never_knew)}
-        cells = ["–" if value is None else f"{value:.3g}" + " ★" * (i in marked) for i, value in enumerate(values)]
+        cells = ["–" if value is None else f"{value:.3g}" for value in values]
+        for i in marked:
+            cells[i] += " ★"
         rows.append([f"<b>{name}</b><br>{html.escape(DRAWN[name][1])}", *cells])
     ways = [f"<b>{name}</b>: {text}." for name, text in WAYS.items() if name in labels]
     parts = [
@@ -247,7 +248,9 @@ def _play(folder: Path, pretrained: Model | None, story: Story, seed: int, obser
     measure = partial(_measure, paths=eval_paths, story=story, folder=folder / "eval", observer=observer)
     target = folder / "models" / "target"
     disguise = Disguise().with_scale(with_pretrained=pretrained is not None)
-    measured = {"retain model": measure("retain", folder / "models" / "retain")} if story.retain_model else {}
+    measured = {}
+    if story.retain_model:
+        measured[RETAIN] = measure("retain", folder / "models" / "retain")
     measured["before"] = measure("before", target)
     noise = scheme_of(disguise)
     handed = (disguise.kappa or 0.0) * sum(noise.scales) / noise.copies
@@ -280,7 +283,7 @@ def _play(folder: Path, pretrained: Model | None, story: Story, seed: int, obser
         shown.metrics[name] = {metric: forms[metric]["agg_value"] for metric in story.metrics if metric in forms}
         if curve := forms.get(RELEARNED, {}).get("curve"):
             shown.relearning[name] = curve
-        if name == "retain model":
+        if name == RETAIN:
             shown.metrics[name]["privleak"] = 0.0  # against itself
         for split, label in LABELS.items():
             answer = forms[f"{split}_Q_A_ROUGE"]["value_by_index"]["0"]

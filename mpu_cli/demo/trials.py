@@ -117,8 +117,8 @@ class _Trial:
         if on_cuda and find_spec("flash_attn"):
             steps.append(("flash attention", lambda: train("f", precision="bfloat16", attention="flash_attention_2")))
         if on_cuda and with_bitsandbytes:
-            paged: dict[str, Any] = {"optim": "paged_adamw_32bit"}
-            steps.append(("paged AdamW", lambda: train("paged", **paged) + ", " + paged_state(self.device)))
+            paged = "paged_adamw_32bit"
+            steps.append(("paged AdamW", lambda: train("paged", optim=paged) + ", " + paged_state(self.device)))
         return steps
 
     def _publish(self) -> str:
@@ -204,15 +204,15 @@ OPTIONAL = {
 
 def facts(device: torch.device) -> dict[str, str]:
     """Everything in words, by topic, in the order in which people want to read it; speed and room are of ``device``."""
+    speeds = [
+        f"{rate / 1e9:,.0f} billion operations/s in {str(dtype).removeprefix('torch.')}"
+        for dtype, rate in _speeds(device)
+    ]
     return {
         "mpu": f"{__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
         "versions": ", ".join(f"{name} {_version(name) or 'MISSING'}" for name in NEEDED),
         **dict(_devices()),
-        "speed": f"{device}: "
-        + ", ".join(
-            f"{rate / 1e9:,.0f} billion operations/s in {str(dtype).removeprefix('torch.')}"
-            for dtype, rate in _speeds(device)
-        ),
+        "speed": f"{device}: {', '.join(speeds)}",
         "room": _room(device),
         "for some options": "; ".join(
             f"{name} {_version(name) or 'not installed'} ({use})" for name, use in OPTIONAL.items()

@@ -126,6 +126,7 @@ def private_folder(path: Path) -> Path:
 
     Raises MpuError if it is a link, or belongs to somebody else.
     """
+    # mkdir(parents=True) would give the mode to the last folder only.
     for folder in reversed([path, *path.parents]):
         with contextlib.suppress(FileExistsError):
             if not folder.exists():
@@ -138,9 +139,9 @@ def private_folder(path: Path) -> Path:
 
 
 @contextmanager
-def private_scratch(parent: Path | None = None) -> Iterator[Path]:
-    """A new private folder, in ``parent`` or among the system's temporary files, removed at the end."""
-    with tempfile.TemporaryDirectory(prefix="mpu-", dir=parent) as scratch:
+def private_scratch() -> Iterator[Path]:
+    """A new private folder among the system's temporary files, removed at the end."""
+    with tempfile.TemporaryDirectory(prefix="mpu-") as scratch:
         yield Path(scratch)
 
 
@@ -155,6 +156,7 @@ def private_umask() -> Iterator[None]:
 
 
 def current_umask() -> int:
+    # No call reads it without setting it.
     mask = os.umask(0)
     os.umask(mask)
     return mask
@@ -174,7 +176,7 @@ def random_name(name: str) -> str:
     return f".{name}.{secrets.token_hex(8)}.partial"
 
 
-# JSON documents that come from outside, read by a schema: what has none of it is refused, in one line.
+# JSON documents that come from outside, read by a schema. What does not fit is refused, with an error of one line.
 #
 # A schema is a ``Document`` or a dataclass. Its fields say types and bounds, with the kinds of value below; a field
 # that may be missing has a default. Entries without a field are ignored, as older and newer versions of mpu write
@@ -192,6 +194,7 @@ MAX_MESSAGE = 200  # characters of a message
 Text = Annotated[str, Meta(max_length=10_000)]
 Word = Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_.-]{1,80}\Z")]
 Seed = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
+# A run's name is printed: no control characters, line separators, changes of direction or unpaired surrogates.
 RunName = Annotated[
     str, Meta(max_length=200, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]*\Z")
 ]
@@ -224,7 +227,7 @@ def read_document(
     schema: type[Schema], path: Path, hint: str = "get it again", *, limit: int = MAX_SMALL_FILE, links: bool = True
 ) -> Schema:
     """The JSON object in a file of at most ``limit`` bytes, by its schema. Raises MpuError, also for what parsers read
-    differently: an object that has a name twice, and numbers that are none."""
+    differently: an object that has a name twice, NaN and infinity."""
     value = read_json_object(path, limit, links=links, strict=True)
     try:
         json.dumps(value, ensure_ascii=False).encode()
@@ -282,13 +285,13 @@ def is_ascending(numbers: Sequence[int]) -> bool:
 
 def _in_words(error: Exception) -> str:
     """msgspec's message with the place first: "round: expected int, got str"."""
-    message = (str(error).splitlines() or [type(error).__name__])[0]
-    reason, _, location = message.replace("`", "").partition(" - at ")
+    reason, _, location = first_line(error).replace("`", "").partition(" - at ")
     location = re.sub(r"^(key in )?\$\.?", r"\1", location)
     reason = reason[:1].lower() + reason[1:]
     if " matching regex " in reason:  # which nobody can read
         reason = "not of the form that it must have"
-    return "".join(c for c in (f"{location}: {reason}" if location else reason)[:MAX_MESSAGE] if c.isprintable())
+    message = f"{location}: {reason}" if location else reason
+    return "".join(character for character in message[:MAX_MESSAGE] if character.isprintable())
 
 
 # The names that ``files.folder`` lets through, file by file.
@@ -486,6 +489,7 @@ def _copy(stream: BinaryIO, target: Path, size: int) -> None:
     with create_private(target) as file:
         for start in range(0, size, BLOCK):
             file.write(_exactly(stream, min(BLOCK, size - start)))
+    # Members are padded to whole blocks.
     _exactly(stream, -size % tarfile.BLOCKSIZE)
 
 

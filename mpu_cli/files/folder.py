@@ -88,9 +88,12 @@ class Folder:
 
     def kind(self, path: str) -> str | None:
         """ "file", "folder", "other" (a link, a FIFO, …), or None if there is nothing."""
-        if (status := self._status(path)) is None:
+        status = self._status(path)
+        if status is None:
             return None
-        return "file" if stat.S_ISREG(status.st_mode) else "folder" if stat.S_ISDIR(status.st_mode) else "other"
+        if stat.S_ISREG(status.st_mode):
+            return "file"
+        return "folder" if stat.S_ISDIR(status.st_mode) else "other"
 
     def size(self, path: str) -> int:
         """The bytes of a regular file; 0 for anything else."""
@@ -176,7 +179,7 @@ def _remove(name: str, parent: int, deeper: int) -> None:
     try:
         os.unlink(name, dir_fd=parent)
         return
-    except (IsADirectoryError, PermissionError):  # the second on some systems
+    except (IsADirectoryError, PermissionError):  # a folder, for which macOS raises the second
         pass
     if deeper == 0:
         raise MpuError(f"{name}: folders nested too deep to be removed", "remove them yourself")
@@ -268,7 +271,7 @@ def clean_processor(config: Mapping[str, object]) -> dict[str, object]:
 def clean_tokenizer_config(config: Mapping[str, object]) -> dict[str, object]:
     """A tokenizer_config.json. Its tokens and chat templates may be any text."""
     plain = {k: v for k, v in config.items() if not isinstance(v, list | dict) or k == "model_input_names"}
-    cleaned = _table({k: v for k, v in plain.items() if k not in TOKENIZER_TEXTS}, TOKENIZER)
+    cleaned = _table(plain, TOKENIZER)
     if not isinstance(cleaned.get("model_max_length"), int | float) or isinstance(cleaned["model_max_length"], bool):
         cleaned.pop("model_max_length", None)
     for name in TOKENIZER_TEXTS:
@@ -339,7 +342,9 @@ def _value(value: object, names: Collection[str], depth: int) -> object:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int | float):
-        return value if not abs(value) > LARGEST_NUMBER or abs(value) == float("inf") else _MISSING
+        # Infinity means no limit, as in Mamba2's time_step_limit.
+        is_too_large = LARGEST_NUMBER < abs(value) < float("inf")
+        return _MISSING if is_too_large else value
     if isinstance(value, str):
         return value if (_WORD.fullmatch(value) and ".." not in value) or _LAYERS.fullmatch(value) else _MISSING
     if depth >= DEEPEST or not isinstance(value, list | dict) or len(value) > MOST_ITEMS:

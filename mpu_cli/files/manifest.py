@@ -67,11 +67,8 @@ class CopyManifest:
 
     def facts(self) -> dict[str, object]:
         """What is in ``mpu.json``, and in the metadata of the weights and of deltas."""
-        return {
-            name: list(value) if name == "omitted_layers" else value
-            for name, value in asdict(self).items()
-            if value or name not in ("omitted_layers", "noise")
-        }
+        facts = {**asdict(self), "omitted_layers": list(self.omitted_layers)}
+        return {name: value for name, value in facts.items() if value or name not in ("omitted_layers", "noise")}
 
 
 @dataclass(frozen=True)
@@ -228,9 +225,10 @@ def round_folder(parent: Path, number: int) -> Path:
 
 
 def keys_path(base: Path, number: int | None) -> Path:
-    """Where `mpu publish` puts the keys of round ``number`` (default: the one after that which made the model in
-    ``base``)."""
-    return round_folder(Path("."), next_round(base)[1] if number is None else number) / "keys.bin"
+    """Where `mpu publish` puts the keys of round ``number`` (default: the next round of the model in ``base``)."""
+    if number is None:
+        _, number = next_round(base)
+    return round_folder(Path("."), number) / "keys.bin"
 
 
 def model_folder(number: int) -> Path:

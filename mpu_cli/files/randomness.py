@@ -49,13 +49,16 @@ class Stream:
         return torch.from_numpy(np.argsort(self._words(n), kind="stable"))
 
     def uniform(self, n: int) -> torch.Tensor:
+        # In [0, 1): the upper 53 bits, as many as a double represents exactly.
         return torch.from_numpy((self._words(n) >> np.uint64(11)) * 2.0**-53)
 
     def normal(self, n: int) -> torch.Tensor:
+        # Box–Muller. 1 − u is never 0, unlike u.
         u = self.uniform(2 * n).view(2, n)
         return (-2 * (1 - u[0]).log()).sqrt() * (2 * torch.pi * u[1]).cos()
 
     def _words(self, n: int) -> np.ndarray:
+        # Each draw begins with a new block, so whole blocks are used.
         nbytes = -(-8 * n // _BLOCK) * _BLOCK
         words = np.frombuffer(keystream(self._key, self._used * _BLOCK, nbytes), np.dtype("<u8"))[:n]
         self._used += nbytes // _BLOCK
@@ -80,6 +83,7 @@ def keystream(key: bytes, offset: int, nbytes: int) -> memoryview:
     """``nbytes`` of the AES-256-CTR keystream from byte ``offset``, a multiple of 16."""
     counter = (offset // _BLOCK).to_bytes(_BLOCK, "big")
     encryptor = Cipher(algorithms.AES(key), modes.CTR(counter)).encryptor()
+    # update_into asks for room for all but a byte of one more block.
     out = memoryview(np.empty(nbytes + _BLOCK - 1, np.uint8).data)
     for start in range(0, nbytes, len(_ZEROS)):
         stop = min(start + len(_ZEROS), nbytes)
@@ -96,20 +100,22 @@ def standard_normals(key: bytes, start: int, stop: int, *, double: bool = False)
     every machine; the numbers may differ in their last bits, because math libraries do.
     """
     # numpy, because its logarithm, sine and cosine take a third of the time of torch's on a CPU.
-    word, real = (np.int64, np.float64) if double else (np.int32, np.float32)
+    word, real = (np.dtype("<i8"), np.float64) if double else (np.dtype("<i4"), np.float32)
     largest = np.iinfo(word).max
     unit = 2.0 ** -(np.iinfo(word).bits - 1)
     first_cell, last = start // CELL, -(-stop // CELL)
-    nbytes = CELL * np.dtype(word).itemsize
+    nbytes = CELL * word.itemsize
     bits = np.frombuffer(keystream(key, first_cell * nbytes, (last - first_cell) * nbytes), word).reshape(
         -1, 2, CELL // 2
     )
+    # Without its sign, a word gives a uniform number in (0, 1], whose logarithm is finite, and √(−2 ln u) the radius.
     radius = np.bitwise_and(bits[:, 0], largest).astype(real)
     radius += 1
     radius *= unit
     np.log(radius, out=radius)
     radius *= -2
     np.sqrt(radius, out=radius)
+    # With its sign, a word gives an angle in [−π, π).
     angle = bits[:, 1].astype(real)
     angle *= np.pi * unit
     out = np.empty(bits.shape, real)

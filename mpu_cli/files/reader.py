@@ -22,6 +22,7 @@ from msgspec import Meta
 from mpu_cli.errors import MpuError, first_line
 from mpu_cli.files.boundary import Document, once_each, open_regular, read_document
 from mpu_cli.heap import keep_freed_memory
+from mpu_cli.wording import few
 
 # The safetensors header: its length in eight bytes, then a JSON table of tensors, followed by their data without
 # gaps.
@@ -65,8 +66,8 @@ class TensorInfo:
 
 
 def other_format(path: Path, beginning: bytes) -> MpuError | None:
-    """What to say of a file that is no safetensors file but of a kind that often lies in the place of one, by how it
-    begins; None if it is none of those."""
+    """The error for a file of another kind that is often found in place of safetensors, recognised by how it begins;
+    None for any other file."""
     if beginning.startswith(AGE_HEADER):
         return MpuError(f"{path}: is sealed", f"to open a copy, run age -d -i IDENTITY {path} | tar x")
     if beginning.startswith(b"version https://git-lfs"):
@@ -155,6 +156,7 @@ def _entry(path: Path, name: str, entry: object) -> tuple[int, int, str, str, tu
         )
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(map(_is_size, shape)):
         raise bad(f"shape {short(shape)}")
+    # As if none were 0: the product would hide how large the others are.
     if math.prod(max(n, 1) for n in shape) > MAX_SIZE:
         raise bad(f"shape {short(shape)}")
     if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
@@ -171,8 +173,10 @@ def _is_size(value: object) -> bool:
 
 def short(value: object) -> str:
     """``value`` shortened to fit in a message."""
-    if isinstance(value, str | list):
-        value = value[:80] if isinstance(value, str) else value[:8]
+    if isinstance(value, str):
+        value = value[:80]
+    elif isinstance(value, list):
+        value = value[:8]
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "…"
 
@@ -187,7 +191,8 @@ def encode_header(
     """
     table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     begins, position = {}, 0
-    for name, (dtype, shape) in sorted(tensors.items(), key=lambda t: (-ITEM_SIZE[t[1][0]], t[0])):
+    for name in sorted(tensors, key=lambda name: (-ITEM_SIZE[tensors[name][0]], name)):
+        dtype, shape = tensors[name]
         end = position + math.prod(shape) * ITEM_SIZE[dtype]
         table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [position, end]}
         begins[name], position = position, end
@@ -205,6 +210,11 @@ MARK = "mpu"  # of a file's metadata, what mpu says of it; other tools say what 
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 SHARD = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.safetensors\Z")
 MOST_TENSORS, MOST_HEADERS = 200_000, 2 * MAX_HEADER  # tensors and bytes of headers, over all shards
+
+
+def shard_name(number: int, count: int) -> str:
+    """What transformers calls shard ``number``, counted from 1, of ``count``."""
+    return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
 @dataclass(eq=False, repr=False)
@@ -370,11 +380,9 @@ def _open_shards(index: Path, links: bool) -> Checkpoint:
     return Checkpoint(index, {name: tensors[name] for name in weight_map}, metadata or {}, links=links)
 
 
-def quoted_list(names: Iterable[str], limit: int = 3) -> str:
+def quoted_list(names: Iterable[str]) -> str:
     """A few of ``names`` for an error message: ``'a', 'b', 'c' and 4 more``."""
-    names = sorted(names)
-    text = ", ".join(map(short, names[:limit]))
-    return text + (f" and {len(names) - limit} more" if len(names) > limit else "")
+    return few([short(name) for name in sorted(names)], limit=3)
 
 
 # Dtype names in safetensors, in torch and on the command line; a check for NaN and Inf.

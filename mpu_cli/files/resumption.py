@@ -102,6 +102,7 @@ def read_lines(path: Path, hint: str, *, links: bool = True) -> list[dict[str, A
     content = read_bounded(path, MAX_LINES_FILE, links=links)
     finished = content[: content.rfind(b"\n") + 1]
     try:
+        # Not splitlines, which also splits at characters that JSON strings may hold, such as U+2028.
         lines = [json.loads(line) for line in finished.decode().split("\n") if line]
     except (ValueError, RecursionError) as error:
         raise MpuError(f"{path}: damaged ({first_line(error)})", hint) from error

@@ -114,8 +114,8 @@ class Process:
                 process = self.start()
             try:
                 # Importing what this needs does not count.
-                _exchange(process, json.dumps(["ready", {"for": what}, STARTING]).encode() + b"\n", STARTING, 100)
-                reply = _exchange(process, json.dumps([what, values, seconds]).encode() + b"\n", seconds, longest)
+                _exchange(process, ["ready", {"for": what}, STARTING], STARTING, 100)
+                reply = _exchange(process, [what, values, seconds], seconds, longest)
             except BaseException:  # a reply that nobody read would be taken for the next one
                 self.stop()
                 raise
@@ -139,8 +139,9 @@ def _seconds(items: Sequence[object]) -> float:
     return REQUEST_SECONDS + SECONDS_EACH * len(items)
 
 
-def _exchange(process: subprocess.Popen[bytes], line: bytes, seconds: float, longest: int) -> bytes:
-    """Send a line, and the line that comes back. Raises LimitError after ``seconds`` or ``longest`` bytes."""
+def _exchange(process: subprocess.Popen[bytes], request: list[object], seconds: float, longest: int) -> bytes:
+    """Send a request; the line that comes back. Raises LimitError after ``seconds`` or ``longest`` bytes."""
+    line = json.dumps(request).encode() + b"\n"
     stdin, stdout = process.stdin, process.stdout
     if stdin is None or stdout is None:
         raise MpuError("the process for templates and tokenizers has no pipes")

@@ -216,7 +216,7 @@ def _run_through_pipe(work: Callable[[BinaryIO], None], *, reads: bool = False) 
     """
     reading, writing = os.pipe()
     ends = os.fdopen(reading, "rb", _BUFFER), os.fdopen(writing, "wb", _BUFFER)
-    worker_end, other = ends if reads else reversed(ends)
+    worker_end, block_end = ends if reads else reversed(ends)
 
     def run() -> None:
         # A broken pipe: the block ended early, and its own exception says why.
@@ -225,8 +225,8 @@ def _run_through_pipe(work: Callable[[BinaryIO], None], *, reads: bool = False) 
 
     with ThreadPoolExecutor(1) as pool:
         working = pool.submit(run)
-        with other:
-            yield other
+        with block_end:
+            yield block_end
     working.result()
 
 

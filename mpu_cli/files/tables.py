@@ -29,7 +29,9 @@ def write_tables(tables: Mapping[str, Table], path: Path, *, notes: Sequence[str
         raise MpuError(f"{path}: there is nothing to write", "choose results that have metrics")
     text = {".tex": _latex, ".csv": _csv, ".md": _markdown}[path.suffix](tables)
     if path.suffix != ".csv":
-        text += "".join(f"\n{'% ' if path.suffix == '.tex' else ''}{note}\n" for note in notes)
+        mark = "% " if path.suffix == ".tex" else ""
+        for note in notes:
+            text += f"\n{mark}{note}\n"
     with Transaction(force=force) as transaction:
         transaction.add(path).write_text(text, encoding="utf-8")
 
@@ -41,7 +43,10 @@ def markdown_table(table: Table) -> list[str]:
 
 
 def _markdown(tables: Mapping[str, Table]) -> str:
-    return "\n".join("\n".join([f"**{title}**", "", *markdown_table(table), ""]) for title, table in tables.items())
+    lines: list[str] = []
+    for title, table in tables.items():
+        lines += [f"**{title}**", "", *markdown_table(table), ""]
+    return "\n".join(lines)
 
 
 def _markdown_cell(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import glob
 import os
 import re
 import shutil
@@ -177,10 +178,11 @@ class Transaction:
         for _, _, old in done:
             if old is not None and old.parent.name.endswith(_OLD):
                 shutil.rmtree(old.parent, ignore_errors=True)
-        for directory in {parent for _, _, target in self._outputs for parent in (target.parent, *self._made_parents)}:
-            sync_folder(directory)
+        changed_folders = {target.parent for _, _, target in self._outputs}
         for parent in self._made_parents:
-            sync_folder(parent.parent)
+            changed_folders |= {parent, parent.parent}
+        for folder in changed_folders:
+            sync_folder(folder)
 
 
 _SCRATCH, _OLD = "mpu", ".old"
@@ -243,10 +245,12 @@ def restore(target: Path) -> None:
     """Give ``target`` back the content that it had before an exchange in two steps was cut off between them."""
     if os.path.lexists(target):
         return
-    backups = [path / target.name for path in target.parent.glob(f".{target.name}.*{_OLD}")]
-    for path in [path for path in backups if os.path.lexists(path)][:1]:
-        path.rename(target)
-        path.parent.rmdir()
+    for folder in target.parent.glob(f".{glob.escape(target.name)}.*{_OLD}"):
+        backup = folder / target.name
+        if os.path.lexists(backup):
+            backup.rename(target)
+            folder.rmdir()
+            return
 
 
 def _lock_of(folder: Path) -> int | None:

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from mpu_cli.errors import MpuError
-from mpu_cli.files.reader import INDEX_NAME, ITEM_SIZE, WEIGHTS_NAME, Checkpoint, TensorInfo, encode_header
+from mpu_cli.files.reader import INDEX_NAME, ITEM_SIZE, WEIGHTS_NAME, Checkpoint, TensorInfo, encode_header, shard_name
 
 _POPULATE_WRITE = 23  # Linux's MADV_POPULATE_WRITE
 _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux" else None
@@ -51,14 +51,18 @@ class CheckpointWriter(Checkpoint):
         if not path.is_dir():
             self._reserve(path, specs)
             return
-        shards = [[name for name in names if name in specs] for names in like.shards] if like else []
-        shards = list(filter(None, shards)) if len(shards) > 1 else list(_shards(specs, max_shard))
+        shards = like.shards if like else []
+        if len(shards) > 1:
+            shards = [[name for name in names if name in specs] for names in shards]
+            shards = [names for names in shards if names]
+        else:
+            shards = list(_shards(specs, max_shard))
         if len(shards) == 1:
             self._reserve(path / WEIGHTS_NAME, specs)
             return
         weight_map: dict[str, str] = {}
         for i, names in enumerate(shards, 1):
-            file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+            file = shard_name(i, len(shards))
             self._reserve(path / file, {name: specs[name] for name in names})
             weight_map |= dict.fromkeys(names, file)
         index = {"metadata": {"total_size": nbytes_of(specs)}, "weight_map": weight_map}
@@ -120,6 +124,7 @@ def _allocate(descriptor: int, size: int) -> None:
             os.posix_fallocate(descriptor, 0, size)
             return
         except OSError as error:
+            # The file system cannot reserve space; which of these says so depends on the C library.
             if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
                 raise
     if shutil.disk_usage(descriptor).free < size:

@@ -62,7 +62,7 @@ class Watch(Command):
     def run(self, observer: Observer = SILENT) -> bool:
         """Whether every copy that arrived has its delta; each is a result of its own."""
         from mpu_cli.files.manifest import read_copy_manifest
-        from mpu_cli.flower.spool import Spool
+        from mpu_cli.flower.spool import Spool, copy_name
         from mpu_cli.flower.watch import Watching
         from mpu_cli.training.data import read_dataset
 
@@ -74,10 +74,14 @@ class Watch(Command):
             observer.warn("--dp-epsilon bounds one delta, and any number may leave: limit them with --max-deltas")
 
         def report_result(copy: str, delta: Path, report: TrainingReport | None) -> None:
-            observer.note(report.summary if report else f"{copy}: its delta was asked for again")
-            for warning in report.warnings if report else ():
-                observer.warn(f"{copy}: {warning}")
-            document = {"copy": copy, "delta": delta, **(report.facts if report else {})}
+            document: dict[str, object] = {"copy": copy, "delta": delta}
+            if report:
+                observer.note(report.summary)
+                for warning in report.warnings:
+                    observer.warn(f"{copy}: {warning}")
+                document |= report.facts
+            else:
+                observer.note(f"{copy}: its delta was asked for again")
             observer.result(json.dumps(document, default=str) if self.as_json else delta)
 
         if work.resolve() == spool.resolve() or spool.resolve() in work.resolve().parents:
@@ -90,8 +94,7 @@ class Watch(Command):
                 except MpuError:
                     continue
                 if manifest:
-                    expected_path = spool / "in" / manifest.run / f"round_{manifest.round}" / f"copy_{manifest.copy}"
-                    observer.warn(f"{path}: a copy is expected at {expected_path}")
+                    observer.warn(f"{path}: a copy is expected at {spool / 'in' / copy_name(manifest)}")
         if not self.once:
             observer.note(f"waiting for copies at {spool / 'in' / 'RUN' / 'round_R' / 'copy_K'}; Ctrl-C stops")
         watching = Watching(

@@ -71,12 +71,15 @@ class Reply:
     data: list[bytes]
 
 
-def word(reply: Reply, name: str, allowed: Sequence[str]) -> str:
-    """One of the ``allowed`` words. Raises MpuError for anything else."""
-    value = reply.values.get(name)
-    if value not in allowed:
+STATES = ("arriving", "waiting", "done", "failed")
+
+
+def state_of(reply: Reply) -> str:
+    """The state that a reply says a copy is in. Raises MpuError if it is not one of STATES."""
+    value = reply.values.get("state")
+    if value not in STATES:
         raise MpuError(
-            f"a Flower app answered {printable_excerpt(value)!r} where one of {', '.join(allowed)} was expected"
+            f"a Flower app answered {printable_excerpt(value)!r} where one of {', '.join(STATES)} was expected"
         )
     return str(value)
 
@@ -179,6 +182,7 @@ class Exchange:
                     self._late.update(each.messages)
                     self._give_up(number, each.owner, f"no reply for {self.limit:g} s")
             time.sleep(POLL_SECONDS)
+        # Of equal keys, a dict keeps the last: here each owner's first failure.
         return dict(reversed(self._failures))
 
     def _advance(self, number: int, job: Job, owner: str, reply: Reply | None) -> None:

@@ -33,8 +33,8 @@ from mpu_cli.files.boundary import private_folder
 from mpu_cli.files.manifest import MANIFEST_NAME, delta_manifest
 from mpu_cli.files.reader import INDEX_NAME, open_checkpoint
 from mpu_cli.files.resumption import alone_in, write_atomically
-from mpu_cli.flower.exchange import Exchange, Job, Reply, Request, printable_excerpt, table, word
-from mpu_cli.flower.spool import COPY, DELTA, SHARD, digest_of, files_of, validate_name
+from mpu_cli.flower.exchange import Exchange, Job, Reply, Request, printable_excerpt, state_of, table
+from mpu_cli.flower.spool import COPY, DELTA, SHARD, copy_name, digest_of, files_of, validate_name
 from mpu_cli.protocol.combine import CARD
 from mpu_cli.subprocesses import run_mpu
 from mpu_cli.wording import counted
@@ -67,7 +67,7 @@ class Settings:
 
 
 def settings_of(config: dict[str, str | int | float | bool]) -> Settings:
-    """Raises MpuError for what is missing."""
+    """The settings in a run's configuration. Raises MpuError for those that are missing or invalid."""
     owners = tuple(name.strip() for name in str(config["owners"]).split(",") if name.strip())
     if len(owners) > 1 and any(option.split("=")[0] == "--seed" for option in shlex.split(str(config["publish"]))):
         raise MpuError("publish: --seed would give all owners the same noise", "leave it out")
@@ -98,8 +98,10 @@ def odd_files(sizes: dict[str, int], name: str) -> str:
     if len(sizes) > MAX_FILES:
         return f"sent {len(sizes):,} files"
     inside = [file.removeprefix(f"{name}/") for file in sizes if file.startswith(f"{name}/")]
-    if not sizes or (name in sizes and inside):
-        return "sent a file and a folder of one name" if sizes else "sent no delta"
+    if not sizes:
+        return "sent no delta"
+    if name in sizes and inside:
+        return "sent a file and a folder of one name"
     other = [file for file in sizes if file != name and not file.startswith(f"{name}/")]
     other += [file for file in inside if file not in (INDEX_NAME, MANIFEST_NAME) and not SHARD.fullmatch(file)]
     if other:
@@ -111,9 +113,12 @@ def odd_files(sizes: dict[str, int], name: str) -> str:
 def next_pieces_to_fetch(sizes: dict[str, int], received_sizes: dict[str, int]) -> dict[str, int]:
     """How many bytes to ask for next of which files: PIECE at most, small files together."""
     counts: dict[str, int] = {}
+    room = PIECE
     for file, size in sizes.items():
-        if count := min(size - received_sizes[file], PIECE - sum(counts.values())):
+        count = min(size - received_sizes[file], room)
+        if count:
             counts[file] = count
+            room -= count
     return counts
 
 
@@ -139,7 +144,6 @@ PARTS = 3  # of a delivery: sending a copy, unlearning on it, and fetching its d
 TRIES = 2  # a delta that fails its checks is asked for again once, a copy that arrives damaged is sent again once
 MAX_DELTA_RATIO = 4  # times a copy's size: a delta in float64 of a copy in bfloat16
 HEADERS = 64 << 20  # bytes, beside the weights of a delta
-STATES = ("arriving", "waiting", "done", "failed")
 LEFT_OUT = "left_out.json"
 
 app = ServerApp()
@@ -213,8 +217,10 @@ class Round:
 
     def ask_again(self) -> None:
         """Ask the owners that were left out once more; if deltas of all copies of one come, the model is made anew."""
-        # Those whose deltas are here were refused.
-        missing = [o for o in self.left_out if not all(self.delta(o, copy).exists() for copy in self.copies(o))]
+        missing = []  # those whose deltas are all here were refused
+        for owner in self.left_out:
+            if not all(self.delta(owner, copy).exists() for copy in self.copies(owner)):
+                missing.append(owner)
         failures = self._collect(missing) if missing else {}
         if came := set(missing) - failures.keys():
             say(f"round {self.number}: deltas of {', '.join(sorted(came))} came after all")
@@ -224,9 +230,10 @@ class Round:
     def end(self) -> None:
         """Remove what the round no longer needs, here and at the owners; of those that were left out, nothing."""
         done = {owner: self.copies(owner) for owner in self.settings.owners if owner not in self.left_out}
-        jobs = [
-            (owner, self._end([self.name(owner, copy) for copy in copies])) for owner, copies in done.items() if copies
-        ]
+        jobs = []
+        for owner, copies in done.items():
+            if copies:
+                jobs.append((owner, self._forget([self.name(owner, copy) for copy in copies])))
         failures = self.exchange.run(jobs)
         for owner, error in failures.items():  # the model is made: housekeeping at one owner stops nobody's next round
             say(f"warning: {owner} keeps the copies of round {self.number}: {error.problem}")
@@ -317,10 +324,9 @@ class Round:
             reply = yield from self._await_unlearning(name, copy, ends)
             arrived = self.folder / owner / "arriving" / copy.name / target.name
             problem = "its owner could not unlearn on it"
-            if word(reply, "state", STATES) == "done":
-                problem = (yield from self._fetch(name, arrived, copy, reply, ends)) or self._complaint(
-                    owner, name, arrived
-                )
+            if state_of(reply) == "done":
+                problem = yield from self._fetch(name, arrived, copy, reply, ends)
+                problem = problem or self._complaint(owner, name, arrived)
             if not problem:
                 target.parent.mkdir(exist_ok=True)
                 arrived.rename(target)
@@ -345,10 +351,10 @@ class Round:
         Raises MpuError ``limit`` seconds after the copy arrived.
         """
         reply = yield Request("state", name)
-        if word(reply, "state", STATES) == "arriving":
+        if state_of(reply) == "arriving":
             reply = yield from self._send(name, copy, reply, ends)
         unlearned = min(ends, time.monotonic() + self.settings.limit)
-        while word(reply, "state", STATES) == "waiting":
+        while state_of(reply) == "waiting":
             if time.monotonic() > unlearned:
                 raise MpuError(f"{name}: not unlearned within {self.settings.limit:g} s", "raise limit, and run again")
             reply = yield Request("state", name, {"wait": self.settings.poll})
@@ -358,21 +364,26 @@ class Round:
         """Send what the owner does not hold, until the digests agree; the reply to that."""
         files = {path.name: path for path in files_of(copy)}
         digests = {file: digest_of(path) for file, path in files.items()}
+        total_bytes = sum(path.stat().st_size for path in files.values())
         futile, most, damaged = 0, -1, 0
-        while word(reply, "state", STATES) == "arriving":
+        while state_of(reply) == "arriving":
             self._check_time(name, ends)
             sizes = table(reply, "sizes", int)
-            # The files that are not whole yet, and where they go on.
-            missing = {
-                path: sizes.get(file, 0) for file, path in files.items() if sizes.get(file, -1) < path.stat().st_size
-            }
-            received_bytes = sum(missing.get(path, path.stat().st_size) for path in files.values())
-            futile, most = (0, received_bytes) if received_bytes > most else (futile + 1, most)
+            missing: dict[Path, int] = {}  # the files that are not whole yet, and where they go on
+            received_bytes = 0
+            for file, path in files.items():
+                if sizes.get(file, -1) < path.stat().st_size:  # -1: an empty file has to be sent, too
+                    missing[path] = sizes.get(file, 0)
+                received_bytes += missing.get(path, path.stat().st_size)
+            if received_bytes > most:
+                futile, most = 0, received_bytes
+            else:
+                futile += 1
             if futile > TRIES:
                 raise MpuError(f"{name}: its owner keeps nothing of what is sent")
             names, offsets, data = next_pieces_to_send(missing)
             values: dict[str, Any] = {"names": names, "offsets": offsets}
-            if received_bytes + sum(map(len, data)) == sum(path.stat().st_size for path in files.values()):
+            if received_bytes + sum(map(len, data)) == total_bytes:
                 values |= {"files": list(digests), "digests": list(digests.values())}
                 damaged, most = damaged + 1, -1  # whatever is damaged is removed there
                 if damaged > TRIES:
@@ -421,7 +432,7 @@ class Round:
         inverted = delta.parent / "inverted"
         try:
             origin = delta_manifest(open_checkpoint(delta).metadata, delta).origin
-            if origin is None or name != f"{origin.run}/round_{origin.round}/copy_{origin.copy}":
+            if origin is None or name != copy_name(origin):
                 return "is the delta of another copy"
             mpu("invert", delta, "--keys", self.keys(owner), "--identity", self.identity, "--base", self.base,
                 "--out", inverted)  # fmt: skip
@@ -431,7 +442,7 @@ class Round:
             shutil.rmtree(inverted, ignore_errors=True)
         return ""
 
-    def _end(self, names: list[str]) -> Job:
+    def _forget(self, names: list[str]) -> Job:
         yield Request("forget", names[0], {"copies": names})
 
 

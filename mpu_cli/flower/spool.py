@@ -27,14 +27,14 @@ from typing import BinaryIO
 from mpu_cli.errors import MpuError
 from mpu_cli.files.boundary import BLOCK, copy_bounded, private_folder, random_name
 from mpu_cli.files.folder import Folder
-from mpu_cli.files.manifest import MANIFEST_NAME
+from mpu_cli.files.manifest import MANIFEST_NAME, CopyManifest
 from mpu_cli.files.reader import INDEX_NAME, WEIGHTS_NAME
 from mpu_cli.model.source import SIDE_FILES
 
 COPY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}/round_[0-9]{1,6}/copy_[0-9]{1,6}")
 FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}(/[A-Za-z0-9_][A-Za-z0-9._-]{0,199})?")
 SHARD = re.compile(r"model-[0-9]{5}-of-[0-9]{5}\.safetensors")
-OF_A_COPY = frozenset({WEIGHTS_NAME, INDEX_NAME, MANIFEST_NAME, "config.json", *SIDE_FILES})
+COPY_FILES = frozenset({WEIGHTS_NAME, INDEX_NAME, MANIFEST_NAME, "config.json", *SIDE_FILES})
 DELTA, FAILED = ".safetensors", ".failed"
 SHARED = 0o2770  # of a spool: its group's, and what is made inside is the group's, too
 SPARE = 1 << 30  # bytes of the disk that a copy may not fill
@@ -85,12 +85,11 @@ class Spool:
 
     def copies(self) -> Iterator[str]:
         """Copies that have arrived, in order. Entries with other names, and those that are not folders, are passed."""
-        names = [
-            f"{run}/{round_}/{copy}"
-            for run in self._folder.names("in")
-            for round_ in self._folder.names(f"in/{run}")
-            for copy in self._folder.names(f"in/{run}/{round_}")
-        ]
+        names = []
+        for run in self._folder.names("in"):
+            for round_ in self._folder.names(f"in/{run}"):
+                for copy in self._folder.names(f"in/{run}/{round_}"):
+                    names.append(f"{run}/{round_}/{copy}")
         named = [name for name in names if is_name(name, COPY)]
         for name in sorted(named, key=_natural):
             if self._folder.kind(f"in/{name}") == "folder":
@@ -144,7 +143,7 @@ class Spool:
         private_folder(target)
         room = shutil.disk_usage(target).free - SPARE
         for name in self._folder.names(folder):
-            if name not in OF_A_COPY and not SHARD.fullmatch(name):
+            if name not in COPY_FILES and not SHARD.fullmatch(name):
                 continue
             size = self._folder.size(f"{folder}/{name}")
             if size > room:
@@ -193,7 +192,7 @@ class Spool:
         return names, [self._folder.size(path) for path in paths], [self._digest(path) for path in paths]
 
     def read(self, copy: str, name: str, offset: int, count: int) -> bytes:
-        """A piece of one of the files that ``made`` names."""
+        """A piece of one of the files that ``delta_files`` names."""
         if validate_name(name, FILE) not in self._files_of_delta(copy):
             raise ValueError(f"not a file of the delta of {copy}: {name}")
         with self._folder.open(f"{_delta(copy).rpartition('/')[0]}/{name}") as file:
@@ -211,10 +210,14 @@ class Spool:
             self._folder.remove(path)
 
     def _files_of_delta(self, copy: str) -> list[str]:
-        name = _delta(copy).rpartition("/")[2]
-        kind = self._folder.kind(_delta(copy))
-        inside = [f"{name}/{each}" for each in self._folder.names(_delta(copy))] if kind == "folder" else []
-        return [name] if kind == "file" else [each for each in inside if is_name(each, FILE)]
+        delta = _delta(copy)
+        name, kind = delta.rpartition("/")[2], self._folder.kind(delta)
+        if kind == "file":
+            return [name]
+        if kind != "folder":
+            return []
+        inside = [f"{name}/{each}" for each in self._folder.names(delta)]
+        return [each for each in inside if is_name(each, FILE)]
 
     def _digest(self, path: str) -> str:
         if self._folder.kind(path) != "file":
@@ -239,6 +242,11 @@ def _failure_path(copy: str) -> str:
     return f"out/{validate_name(copy, COPY)}{FAILED}"
 
 
+def copy_name(manifest: CopyManifest) -> str:
+    """What a spool calls the copy of ``manifest``: RUN/round_R/copy_K."""
+    return f"{manifest.run}/round_{manifest.round}/copy_{manifest.copy}"
+
+
 def is_name(name: object, pattern: re.Pattern[str]) -> bool:
     """Whether ``name`` has the form of a name here, which none that leads elsewhere has."""
     return isinstance(name, str) and bool(pattern.fullmatch(name)) and ".." not in name
@@ -253,7 +261,9 @@ def validate_name(name: str, pattern: re.Pattern[str]) -> str:
 
 def files_of(path: Path) -> list[Path]:
     """``path`` if it is a file, the files in it if it is a directory; none if there is nothing."""
-    return [path] if path.is_file() else sorted(path.iterdir()) if path.is_dir() else []
+    if path.is_file():
+        return [path]
+    return sorted(path.iterdir()) if path.is_dir() else []
 
 
 def digest_of(path: Path) -> str:

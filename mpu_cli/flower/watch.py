@@ -30,14 +30,14 @@ from mpu_cli.files.manifest import delta_manifest, read_copy_manifest
 from mpu_cli.files.reader import open_checkpoint
 from mpu_cli.files.resumption import alone_in, append_line, read_lines
 from mpu_cli.files.transaction import STOPPING
-from mpu_cli.flower.spool import COPY, DELTA, Spool, digest_of_folder, is_name
+from mpu_cli.flower.spool import COPY, DELTA, Spool, copy_name, digest_of_folder, is_name
 from mpu_cli.model.device import device_of
 from mpu_cli.model.source import open_model
 from mpu_cli.observer import Observer, Within
 from mpu_cli.options.unlearning import Checks, Logging, Unlearning
 from mpu_cli.subprocesses import python_command, safe_environment
 from mpu_cli.training.data import Dataset
-from mpu_cli.training.delta import client_secret, default_secret_path
+from mpu_cli.training.delta import own_client_secret
 from mpu_cli.training.job import check_options, refers_back
 from mpu_cli.training.ledger import default_ledger_path
 from mpu_cli.training.unlearn import unlearn
@@ -117,7 +117,7 @@ class Answering:
         return message.report
 
     def _receive(self, pipe: Connection, ends: float) -> Message:
-        """The process's next message. Raises MpuError once it is later than ``ends``, and for what is no message."""
+        """The process's next message. Raises MpuError once it is later than ``ends``, and if it is invalid."""
         while time.monotonic() <= ends:
             if pipe.poll(POLL_SECONDS):
                 return read_message(pipe.recv_bytes(LARGEST_MESSAGE))
@@ -156,7 +156,7 @@ class Answering:
 
 
 def read_message(text: bytes) -> Message:
-    """A message of the process. Raises MpuError for what is none."""
+    """A message of the process. Raises MpuError if it is invalid."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -165,7 +165,7 @@ def read_message(text: bytes) -> Message:
 
 
 def hand_on(message: Message, observer: Observer) -> None:
-    """Tell ``observer`` what a message on the way tells. Raises MpuError for any other."""
+    """Report to ``observer`` what a progress message says. Raises MpuError if it is not one."""
     values = message.values
     match message.kind, values:
         case "stage", [str(label), float(total), str(unit)]:
@@ -245,7 +245,7 @@ def _answer(
     """The entries of a TrainingReport, None if there was no training."""
     model = open_model(str(task.arrived), links=False)
     origin = read_copy_manifest(task.arrived, model.checkpoint.metadata)
-    if origin is None or task.copy != f"{origin.run}/round_{origin.round}/copy_{origin.copy}":
+    if origin is None or task.copy != copy_name(origin):
         raise MpuError(f"{task.copy}: does not hold the copy that its name says")
     result = None
     if not task.delta.exists():
@@ -257,8 +257,7 @@ def _answer(
         result = unlearn(
             model, data, options, target=task.delta, force=True, reference_file=reference,
             logging=Logging(resume=options.privacy.dp_epsilon is None),
-            secret=lambda: client_secret(default_secret_path()), ledger=default_ledger_path(),
-            checks=checks, observer=observer,
+            secret=own_client_secret, ledger=default_ledger_path(), checks=checks, observer=observer,
         )  # fmt: skip
     if delta_manifest(open_checkpoint(task.delta).metadata, task.delta).origin != origin:
         raise MpuError(f"{task.copy}: another copy of this name was answered before")
@@ -358,7 +357,7 @@ class Watching:
         delta = self._delta(copy)
         arrived = self.work / "arrived" / copy
         try:
-            if not delta.exists() and ANSWERED in (answer.state for answer in self._answers(copy)):
+            if not delta.exists() and any(answer.state == ANSWERED for answer in self._answers(copy)):
                 raise MpuError(f"{copy}: was answered before, and its round is over")
             shutil.rmtree(self.work / "arrived", ignore_errors=True)  # of a copy during which this was stopped
             self.spool.take(copy, arrived)
@@ -423,4 +422,7 @@ class Watching:
         """Remove kept deltas of copies that the other party no longer has here."""
         for copy in {answer.copy for answer in self._answers()} - set(arrived_copies):
             delta = self._delta(copy)
-            shutil.rmtree(delta) if delta.is_dir() else delta.unlink(missing_ok=True)
+            if delta.is_dir():
+                shutil.rmtree(delta)
+            else:
+                delta.unlink(missing_ok=True)

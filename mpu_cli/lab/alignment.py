@@ -132,7 +132,9 @@ def head_matrices(products: torch.Tensor, planes: str | None, rotary: int | None
     turn freely. ``turns``: by multiples of 90° only, so that the matrices are signed permutations.
     """
     d = products.shape[-1]
-    in_planes = 0 if planes is None else d if rotary is None else rotary
+    in_planes = 0
+    if planes is not None:
+        in_planes = d if rotary is None else rotary
     matrices = torch.zeros(products.shape, dtype=torch.float64)
     if planes is not None and in_planes:
         angles = torch.stack([plane_angles(product[:in_planes, :in_planes], planes) for product in products])
@@ -189,14 +191,12 @@ def places_of(layout: Layout, tensors: Sequence[TensorLayout], axis: str, expert
 def features(tensors: Tensors, places: Sequence[Place]) -> torch.Tensor:
     """The weights at each coordinate of an axis, all places side by side: (coordinates, features)."""
     parts = []
-    for location in places:
-        weights = tensors[location.tensor]
-        if location.expert is not None and weights.ndim > 1 and location.dimension > 0:
-            weights, dimension = weights[location.expert], location.dimension - 1
-        else:
-            dimension = location.dimension
-        part = weights.index_select(dimension, location.index).movedim(dimension, 0)
-        parts.append(part.reshape(len(location.index), -1))
+    for place in places:
+        weights, dimension = tensors[place.tensor], place.dimension
+        if place.expert is not None and weights.ndim > 1 and dimension > 0:
+            weights, dimension = weights[place.expert], dimension - 1
+        part = weights.index_select(dimension, place.index).movedim(dimension, 0)
+        parts.append(part.reshape(len(place.index), -1))
     return torch.cat(parts, 1)
 
 
@@ -383,17 +383,20 @@ class LayerAlignment:
         """Features of copy and target for each axis of attention in this layer: (heads, d, features)."""
         d = self._sizes["head_dim"]
         present = [axis for axis in ATTENTION if any(axis in group for t in self._tensors for group in t.axes)]
-        pairs = {axis: self._features(axis) for axis in present}
-        return {axis: (ours.view(-1, d, ours.shape[1]), theirs.view(-1, d, theirs.shape[1]))
-                for axis, (ours, theirs) in pairs.items()}  # fmt: skip
+        by_head = {}
+        for axis in present:
+            ours, theirs = self._features(axis)
+            by_head[axis] = ours.view(-1, d, ours.shape[1]), theirs.view(-1, d, theirs.shape[1])
+        return by_head
 
     def _products_of_heads(self, axes: Sequence[str]) -> torch.Tensor:
         """X Yᵀ for each KV head of the target, (KV heads, d, d), over the heads of all ``axes`` that share it."""
         d, kv_heads = self._sizes["head_dim"], self._sizes["kv_heads"]
         products = torch.zeros(kv_heads, d, d)
-        for axis in filter(self._by_head.__contains__, axes):
-            ours, theirs = self._by_head[axis]
-            products += _products([ours], [theirs], self._head_orders[axis]).view(kv_heads, -1, d, d).sum(1)
+        for axis in axes:
+            if axis in self._by_head:
+                ours, theirs = self._by_head[axis]
+                products += _products([ours], [theirs], self._head_orders[axis]).view(kv_heads, -1, d, d).sum(1)
         return products
 
     def _parts_of_latent_heads(self, heads: int, free: int) -> list[dict[str, list[torch.Tensor]]]:
@@ -401,15 +404,17 @@ class LayerAlignment:
 
         ``free``: coordinates without RoPE; ``values``; ``turned``: coordinates with RoPE.
         """
-        axes = ("mla-query", "mla-key-value", "mla-mixed")
-        pairs = zip(*(self._inner_features(axis) for axis in axes), strict=True)
+        pairs = [self._inner_features(axis) for axis in ("mla-query", "mla-key-value", "mla-mixed")]
         parts = []
-        for weights in pairs:
-            query, keys, mixed = (x.view(heads, -1, x.shape[1]) for x in weights)
+        for side in (0, 1):
+            query, keys, mixed = (pair[side].view(heads, -1, pair[side].shape[1]) for pair in pairs)
             parts.append(
-                {"free": [query[:, :free], keys[:, :free]], "values": [keys[:, free:], mixed],
-                 "turned": [query[:, free:]]}
-            )  # fmt: skip
+                {
+                    "free": [query[:, :free], keys[:, :free]],
+                    "values": [keys[:, free:], mixed],
+                    "turned": [query[:, free:]],
+                }
+            )
         return parts
 
 
@@ -441,6 +446,7 @@ def residual_map(layout: Layout, copy: Tensors, target: Tensors, symmetries: str
     [embedding] = [t for t in embeddings if t.name in copy][:1]
     rows = [tensors[embedding.name][:EMBEDDING_ROWS].float() for tensors in (copy, target)]
     if permutations[0].signed:
+        # Signs change the mean over columns; the mean of a column changes its sign with the column.
         ours, theirs = ((x - x.mean(0)).T for x in rows)
         return match_signed(ours, theirs)
     # Columns of an embedding have much in common; subtracting their mean leaves what distinguishes them.

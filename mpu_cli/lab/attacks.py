@@ -68,6 +68,7 @@ def spectral(x: torch.Tensor, noise: float) -> torch.Tensor:
     unit = noise * math.sqrt(columns)
     ratio = rows / columns
     squares = (values.clamp(min=0) / unit**2).clamp(min=1e-30)  # of singular values, in units of the noise's
+    # The best shrinker for squared error takes y to √((y² − β − 1)² − 4β)/y; the factor is that over y.
     inside = (squares - ratio - 1) ** 2 - 4 * ratio
     factors = torch.where(squares > (1 + math.sqrt(ratio)) ** 2, inside.clamp(min=0).sqrt() / squares, 0.0)
     vectors = vectors.to(x.dtype)
@@ -82,7 +83,7 @@ RECOVERY_ERROR = 0.1
 
 
 @dataclass(frozen=True)
-class AttackError:
+class Attack:
     """One way to recover the weights.
 
     ``several``: needs more than one copy; ``reference``: uses the public reference; ``one_draw``: works only on copies
@@ -98,27 +99,27 @@ class AttackError:
     believes: bool = False
 
 
-ONE_COPY = AttackError("one copy", "one copy, no reference: only the noise hides the weights")
-ONE_COPY_REFERENCE = AttackError("one copy, reference", "one copy, aligned to the public reference", reference=True)
-TWO_COPIES = AttackError(
+ONE_COPY = Attack("one copy", "one copy, no reference: only the noise hides the weights")
+ONE_COPY_REFERENCE = Attack("one copy, reference", "one copy, aligned to the public reference", reference=True)
+TWO_COPIES = Attack(
     "two copies",
     "two of the copies, aligned and extrapolated to zero noise: they hold multiples of one draw",
     several=True, one_draw=True, believes=True,
 )  # fmt: skip
-ALL_COPIES = AttackError(
+ALL_COPIES = Attack(
     "all copies", "all copies aligned to the first, averaged so that the noise cancels", several=True, believes=True
 )
-ALL_SMALLEST = AttackError(
+ALL_SMALLEST = Attack(
     "all copies, smallest",
     "the same, with the weights that make the average smallest (factors unknown, no reference)",
     several=True,
 )
-ALL_REFERENCE = AttackError(
+ALL_REFERENCE = Attack(
     "all copies, reference",
     "all copies aligned to the reference, averaged so that the noise cancels",
     several=True, reference=True, believes=True,
 )  # fmt: skip
-ALL_UNKNOWN = AttackError(
+ALL_UNKNOWN = Attack(
     "all copies, factors unknown",
     "all copies aligned to the reference, weighted to bring the average nearest to it",
     several=True, reference=True,
@@ -195,9 +196,11 @@ class Audit:
             outcome = "recovered" if share < RECOVERY_ERROR else "not recovered"
             return f"{outcome}: {attack} is off by {off:.2%} of the weights"
         # Relative errors of 1 and more are those of the public model itself, which knows nothing of the change.
-        how_much = "recovered" if share < RECOVERY_ERROR else "in part recovered" if share < 1 else "not recovered"
+        outcome = "in part recovered" if share < 1 else "not recovered"
+        if share < RECOVERY_ERROR:
+            outcome = "recovered"
         return (
-            f"{how_much}: {attack} gives {max(0.0, 1 - share):.0%} of what fine-tuning changed (it is off by "
+            f"{outcome}: {attack} gives {max(0.0, 1 - share):.0%} of what fine-tuning changed (it is off by "
             f"{share:.2%} of that, and by {off:.2%} of the weights)"
         )
 
@@ -303,14 +306,16 @@ class _Attacker:
         self._gram = torch.zeros(len(copies), len(copies), dtype=torch.float64)
 
     def _names(self) -> list[str]:
-        copies = len(self._copies)
-        return [
-            attack.name
-            for attack in ATTACKS.values()
-            if (copies > 1 or not attack.several)
-            and (not attack.one_draw or (self._noise.one_draw and copies > 2 and not self._several))
-            and (self._reference or not attack.reference)
-        ]
+        copies, names = len(self._copies), []
+        for attack in ATTACKS.values():
+            if attack.several and copies < 2:
+                continue
+            if attack.one_draw and (not self._noise.one_draw or copies < 3 or self._several):
+                continue
+            if attack.reference and self._reference is None:
+                continue
+            names.append(attack.name)
+        return names
 
     def _tensors(self, model: Model, tensors: Sequence[TensorLayout]) -> dict[str, torch.Tensor]:
         loaded = {t.name: self._by_model[id(model)][t.name].float() for t in tensors}
@@ -356,33 +361,31 @@ class _Attacker:
         together = None
         if len(copies) > 1:
             first_copy = self._copies[0]
-            lined = [copies[0]] + [
-                self._all_aligned(tensors, [copy], self._outer(model, first_copy), copies[0])[0]
-                for model, copy in zip(self._copies[1:], copies[1:], strict=True)
-            ]
-            together = self._mean(lined, self._weights_of_copies)
+            aligned = [copies[0]]
+            for model, copy in zip(self._copies[1:], copies[1:], strict=True):
+                aligned += self._all_aligned(tensors, [copy], self._outer(model, first_copy), copies[0])
+            together = self._mean(aligned, self._weights_of_copies)
             if TWO_COPIES.name in audit.attacks:
-                pair = self._mean(lined[:2], Extrapolated(self._noise.factors[:2]).fitted_weights)
+                pair = self._mean(aligned[:2], Extrapolated(self._noise.factors[:2]).fitted_weights)
                 score(TWO_COPIES, first_copy, pair)
-            self._own_gram += differences(lined, {name: torch.zeros(()) for name in truth})
-            smallest = self._mean(lined, nearest(self._own_gram))
+            self._own_gram += differences(aligned, {name: torch.zeros(()) for name in truth})
+            smallest = self._mean(aligned, nearest(self._own_gram))
             score(ALL_SMALLEST, first_copy, smallest)
             score(ALL_COPIES, first_copy, together)
         if self._reference is not None and public is not None:
             reference = self._reference
-            lined = [
-                self._all_aligned(tensors, [copy], self._outer(model, reference), public)[0]
-                for model, copy in zip(self._copies, copies, strict=True)
-            ]
-            score(ONE_COPY_REFERENCE, reference, lined[0])
+            aligned = []
+            for model, copy in zip(self._copies, copies, strict=True):
+                aligned += self._all_aligned(tensors, [copy], self._outer(model, reference), public)
+            score(ONE_COPY_REFERENCE, reference, aligned[0])
             if together is not None:
                 # Remove the noise before aligning to the reference, or after: keep what ends up more like it.
                 [before] = self._all_aligned(tensors, [together], self._outer(first_copy, reference), public)
-                estimates = [before, self._mean(lined, self._weights_of_copies)]
-                estimate = max(estimates, key=lambda tensors: _cosine(tensors, public))
+                after = self._mean(aligned, self._weights_of_copies)
+                estimate = max((before, after), key=lambda tensors: _cosine(tensors, public))
                 score(ALL_REFERENCE, reference, estimate)
-                self._gram += differences(lined, public)
-                estimate = self._mean(lined, nearest(self._gram))
+                self._gram += differences(aligned, public)
+                estimate = self._mean(aligned, nearest(self._gram))
                 score(ALL_UNKNOWN, reference, estimate)
         score(ONE_COPY, self._copies[0], copies[0])
 
@@ -403,15 +406,15 @@ class _Attacker:
                 for errors in (*recovered.function.values(), *recovered.task.values()):
                     errors[name] = (audit.task if ATTACKS[attack].reference else audit.weights)[name]
 
-    def _mean(self, lined: Sequence[Mapping[str, torch.Tensor]], weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        rates = weights.tolist()
-        return {
-            name: torch.stack([w * tensors[name] for w, tensors in zip(rates, lined, strict=True)]).sum(0)
-            for name in lined[0]
-        }
+    def _mean(self, aligned: Sequence[Mapping[str, torch.Tensor]], weights: torch.Tensor) -> dict[str, torch.Tensor]:
+        means = {}
+        for name in aligned[0]:
+            weighted = [w * tensors[name] for w, tensors in zip(weights.tolist(), aligned, strict=True)]
+            means[name] = torch.stack(weighted).sum(0)
+        return means
 
     def _score(
-        self, attack: AttackError, whose: Model, estimate: Mapping[str, torch.Tensor], *, block: str,
+        self, attack: Attack, whose: Model, estimate: Mapping[str, torch.Tensor], *, block: str,
         tensors: Sequence[TensorLayout], truth: Mapping[str, torch.Tensor],
     ) -> None:  # fmt: skip
         """Add the errors of ``estimate``, in the coordinates of ``whose``: the first copy, or the reference. What the
@@ -448,9 +451,9 @@ def after_undoing(undone: AxisMap, other: AxisMap) -> AxisMap:
     return AxisMap(order, signs=signs)
 
 
-def differences(lined: Sequence[Mapping[str, torch.Tensor]], public: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Inner products of the aligned copies' differences from ``public`` over a block: float64 (copies, copies)."""
-    flat = [torch.cat([(t[name] - p).flatten() for name, p in public.items()]).double() for t in lined]
+def differences(aligned: Sequence[Mapping[str, torch.Tensor]], public: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Inner products of the ``aligned`` copies' differences from ``public`` over a block: float64 (copies, copies)."""
+    flat = [torch.cat([(copy[name] - p).flatten() for name, p in public.items()]).double() for copy in aligned]
     return torch.stack([torch.stack([a @ b for b in flat]) for a in flat])
 
 
@@ -461,6 +464,7 @@ def nearest(gram: torch.Tensor) -> torch.Tensor:
     """
     if not float(gram.diagonal().mean()) > 0:  # the copies are the reference itself
         return torch.full((len(gram),), 1 / len(gram), dtype=gram.dtype)
+    # A ridge: G may be singular, as for three and more multiples of one draw.
     steadied = gram + 1e-9 * gram.diagonal().mean() * torch.eye(len(gram), dtype=gram.dtype)
     weights = torch.linalg.solve(steadied, torch.ones(len(gram), dtype=gram.dtype))
     return weights / weights.sum()
@@ -546,8 +550,14 @@ def _believed_noise(manifests: _Manifests, kind: str | None, alphas: str | None,
     if alphas or nodes:
         return [given_factors(kind, alphas, nodes, count)]
     numbers = [(i, count) if m is None else (m.copy - 1, m.copies) for i, m in enumerate(manifests)]
-    kinds = [SCHEMES[kind]] if kind else list(SCHEMES.values())[: None if count > 1 else 1]
-    return [each(tuple(each.default(copies).factors[i] for i, copies in numbers)) for each in kinds]
+    kinds = [SCHEMES[kind]] if kind else list(SCHEMES.values())
+    if not kind and count == 1:
+        kinds = kinds[:1]
+    schemes = []
+    for each in kinds:
+        factors = tuple(each.default(copies).factors[i] for i, copies in numbers)
+        schemes.append(each(factors))
+    return schemes
 
 
 def _believed_symmetries(manifests: _Manifests, requested: str | None) -> list[str]:

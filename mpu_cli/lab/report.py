@@ -129,17 +129,25 @@ def degradation(lines: Sequence[Line], metrics: Sequence[str]) -> dict[str, dict
         lines = [line for line in lines if line.get("algo") != COLLAPSES]
     clean = [line for line in lines if line.get("mode") == "clean"]
     # Doing nothing is a mode, too.
-    lines = [*lines, *({**line, "mode": BEFORE, "metrics": line[BEFORE]} for line in clean if line.get(BEFORE))]
+    untrained = [{**line, "mode": BEFORE, "metrics": line[BEFORE]} for line in clean if line.get(BEFORE)]
+    lines = [*lines, *untrained]
     mode_distances: dict[str, dict[str, Distance]] = {}
     modes = dict.fromkeys(str(line.get("mode", "clean")) for line in lines)
-    for mode in (mode for mode in modes if _clean_of(mode) in modes):
-        clean = [line for line in lines if line.get("mode") == _clean_of(mode)]
+    for mode in modes:
+        aim = _clean_of(mode)
+        if aim not in modes:
+            continue
+        clean = [line for line in lines if line.get("mode") == aim]
         for metric in metrics:
             means = []
             for algo in dict.fromkeys(line.get("algo") for line in lines):
                 runs = [line for line in lines if line.get("mode") == mode and line.get("algo") == algo]
-                distances = [d for line in runs for d in _distances([line], clean, metric, [*_axes(line)])]
-                means += [_mean_distance(distances)] if distances else []
+                distances: list[Distance] = []
+                for line in runs:
+                    options = [name for name in line if name not in (*FIXED, "mode")]
+                    distances += _distances([line], clean, metric, options)
+                if distances:
+                    means.append(_mean_distance(distances))
             if means:
                 mode_distances.setdefault(mode, {})[metric] = replace(_mean_distance(means), count=len(means))
     return mode_distances
@@ -162,23 +170,23 @@ def _mean_distance(distances: Sequence[Distance]) -> Distance:
 
 def sentences(distances: Mapping[str, Distance]) -> list[str]:
     """What ``degradation`` found of a mode, a sentence for each number of algorithms."""
-    said = []
+    texts = []
     for count in dict.fromkeys(distance.count for distance in distances.values()):
         parts = []
         for metric, distance in distances.items():
             if distance.count == count:
                 share = "" if distance.of_change is None else f", {_percent(distance.of_change)} of clean's change"
                 parts.append(f"{_percent(distance.percent)}{share} ({metric})")
-        said.append(f"average degradation (distance from clean) over {counted(count, 'algorithm')}: {'; '.join(parts)}")
-    return said
+        algorithms = counted(count, "algorithm")
+        texts.append(f"average degradation (distance from clean) over {algorithms}: {'; '.join(parts)}")
+    return texts
 
 
 def _percent(value: float) -> str:
-    return f"over {MEANINGLESS:,} %" if value > MEANINGLESS else f"{value:.2g} %" if value < 99.5 else f"{value:,.0f} %"
-
-
-def _axes(line: Line) -> list[str]:
-    return [name for name in line if name not in (*FIXED, "mode")]
+    if value > MEANINGLESS:
+        return f"over {MEANINGLESS:,} %"
+    # With two digits, 100 would be printed as 1e+02.
+    return f"{value:.2g} %" if value < 99.5 else f"{value:,.0f} %"
 
 
 def _fits(line: Line, where: Mapping[str, object]) -> bool:
@@ -243,6 +251,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
     try:
         latest = {str(line["name"]): line for line in lines}
         evaluated_lines = [line for line in latest.values() if isinstance(line["metrics"], dict)]
+        # In the order of MODES; a line without a mode, or with another one, comes last.
         return sorted(evaluated_lines, key=lambda line: [*MODES, line.get("mode")].index(line.get("mode")))
     except (KeyError, TypeError) as error:
         raise MpuError(f"{folder / RESULTS}: is not what a sweep writes", "run the sweep again") from error
@@ -262,7 +271,13 @@ def read_sweeps(folders: Sequence[Path]) -> list[dict[str, Any]]:
 def read_others(folders: Sequence[Path]) -> list[dict[str, Any]]:
     """What the sweeps showed beside their own results, each once. Raises MpuError if it is damaged."""
     lines = [line for folder in folders for line in read_lines(folder / LITERATURE, "run the sweep again")]
+    # Without their names, which only number them in each sweep.
     return list({json.dumps(line | {"name": ""}, sort_keys=True): line for line in lines}.values())
+
+
+def metric_names(lines: Sequence[Line]) -> list[str]:
+    """The names of all metrics that ``lines`` have, in order of first appearance."""
+    return list(dict.fromkeys(name for line in lines for name in line["metrics"]))
 
 
 def missing_experiments(folders: Sequence[Path], lines: Sequence[Line]) -> list[str]:
@@ -280,19 +295,22 @@ def missing_experiments(folders: Sequence[Path], lines: Sequence[Line]) -> list[
 
 def how_made(folders: Sequence[Path]) -> list[str]:
     """A sentence for each sweep: the options and versions with which all of its experiments were made."""
-    declared, said = declared_options(Experiment), []
+    declared, paragraphs = declared_options(Experiment), []
     for folder in folders:
         plan = read_json_object(folder / PLANNED) if (folder / PLANNED).is_file() else {}
         options, versions = plan.get("options"), plan.get("versions")
         if not isinstance(options, dict) or not isinstance(versions, dict):
             continue
-        told = [
-            f"{name} = {value}" for name, value in options.items()
-            if name in declared and value is not None and (name in ALWAYS_TOLD or value != declared[name].default)
-        ]  # fmt: skip
-        of = "" if len(folders) == 1 else f"{folder.resolve().name}: "
-        said.append(f"{of}All with {', '.join(told)}; {', '.join(f'{k} {v}' for k, v in versions.items())}.")
-    return said
+        shown = []
+        for name, value in options.items():
+            if name not in declared or value is None:
+                continue
+            if name in ALWAYS_TOLD or value != declared[name].default:
+                shown.append(f"{name} = {value}")
+        shown_versions = ", ".join(f"{package} {number}" for package, number in versions.items())
+        prefix = "" if len(folders) == 1 else f"{folder.resolve().name}: "
+        paragraphs.append(f"{prefix}All with {', '.join(shown)}; {shown_versions}.")
+    return paragraphs
 
 
 def write_report(
@@ -314,15 +332,15 @@ def write_report(
     """
     if target.suffix not in (*SUFFIXES, ".html", ".pdf"):
         raise UsageError(f"--out {target}: must end in .html, .pdf, {', '.join(SUFFIXES)}")
-    had = list(dict.fromkeys(name for line in lines for name in line["metrics"]))
-    names = list(metrics or main_metrics(had))
+    available = metric_names(lines)
+    names = list(metrics or main_metrics(available))
     repeats = [name for name in REPEATS if any(name in line for line in lines)] if over is None else list(over)
     beside = [*lines, *published]
     tables = pivot(beside, names, None, over)
     if target.suffix in SUFFIXES:
         write_tables(tables, target, notes=made, force=force)
         return
-    figures = _figures(lines, had, names, repeats)
+    figures = _figures(lines, available, names, repeats)
     if target.suffix == ".pdf":
         from matplotlib.backends.backend_pdf import PdfPages
 
@@ -349,9 +367,8 @@ def write_report(
 
 def _summary(lines: Sequence[Line], missing: Sequence[str]) -> str:
     """How much was done, what is missing, and what bold and ± mean."""
-    minutes, evaluation = (
-        sum(line.get(name) or 0 for line in lines) / 60 for name in ("seconds", "evaluation_seconds")
-    )
+    minutes = sum(line.get("seconds") or 0 for line in lines) / 60
+    evaluation = sum(line.get("evaluation_seconds") or 0 for line in lines) / 60
     times = f"{minutes:.0f} minutes of both parties' work, {evaluation:.0f} of evaluation"
     lacking = f" Without a result: {few(missing)}." if missing else ""
     return (
@@ -362,12 +379,12 @@ def _summary(lines: Sequence[Line], missing: Sequence[str]) -> str:
 
 
 def _figures(
-    lines: Sequence[Line], had: Sequence[str], names: Sequence[str], repeats: Sequence[str]
+    lines: Sequence[Line], available: Sequence[str], names: Sequence[str], repeats: Sequence[str]
 ) -> list[tuple[str, Figure]]:
     """What the report draws, with headings."""
     figures: list[tuple[str, Figure]] = []
-    forgetting = next((name for name in FORGETTING if name in had), None)
-    utility = next((name for name in UTILITY if name in had), None)
+    forgetting = next((name for name in FORGETTING if name in available), None)
+    utility = next((name for name in UTILITY if name in available), None)
     if forgetting and utility:
         figure = make_figure([lambda axes: _plane(axes, lines, utility, forgetting)], None)
         figures.append(("Forgetting against utility", figure))
@@ -445,9 +462,12 @@ def _plane(axes: Axes, lines: Sequence[Line], utility: str, forgetting: str) -> 
 
 def _numeric_axes(lines: Sequence[Line], repeats: Sequence[str]) -> list[str]:
     """Options with numbers for values, of which the sweep has several."""
-    names = dict.fromkeys(name for line in lines for name in line if name not in (*FIXED, *repeats))
-    values = {name: {line[name] for line in lines if isinstance(line.get(name), int | float)} for name in names}
-    return [name for name, numbers in values.items() if len(numbers) > 1]
+    axes = []
+    for name in dict.fromkeys(name for line in lines for name in line if name not in (*FIXED, *repeats)):
+        numbers = {line[name] for line in lines if isinstance(line.get(name), int | float)}
+        if len(numbers) > 1:
+            axes.append(name)
+    return axes
 
 
 def _curves(lines: Sequence[Line], axis: str, metric: str, repeats: Sequence[str]) -> Callable[[Axes], None]:
@@ -467,9 +487,11 @@ def _curves(lines: Sequence[Line], axis: str, metric: str, repeats: Sequence[str
             colour, filled = MODES.get(facts.get("mode", ""), (PALETTE[i % len(PALETTE)], "full"))
             style: dict[str, Any] = {"color": colour, "linestyle": LINES[i % len(LINES)], "label": label}
             places = sorted({line[axis] for line in group_lines if isinstance(line.get(axis), int | float)})
-            points = [
-                (x, mean) for x in places if (mean := _mean([c for c in group_lines if c.get(axis) == x], metric))
-            ]
+            points = []
+            for x in places:
+                mean = _mean([line for line in group_lines if line.get(axis) == x], metric)
+                if mean:
+                    points.append((x, mean))
             if points:
                 axes.errorbar(
                     [x for x, _ in points], [y for _, (y, _) in points], yerr=[half for _, (_, half) in points],
@@ -504,9 +526,13 @@ def read_recipe(path: Path) -> dict[str, Any]:
     below = read_toml(path.parent / name)
     if "extends" in below:
         raise UsageError(f"{path.parent / name}: extends: {path.name} extends this file already")
-    tables = below.get("eval", {}), document.get("eval", {})
-    evaluation = {**tables[0], **tables[1]} if all(isinstance(table, dict) for table in tables) else tables[1]
-    return {**below, **document, **({"eval": evaluation} if evaluation else {})}
+    merged = {**below, **document}
+    evaluation_below, evaluation = below.get("eval", {}), document.get("eval", {})
+    if isinstance(evaluation_below, dict) and isinstance(evaluation, dict):
+        evaluation = {**evaluation_below, **evaluation}
+    if evaluation:
+        merged["eval"] = evaluation
+    return merged
 
 
 # What others measured, read from a sweep file, to stand beside what is measured here.
@@ -523,8 +549,8 @@ def read_recipe(path: Path) -> dict[str, Any]:
 
 INTEGER_OPTIONS, DECIMAL_OPTIONS = ("copies", "rounds", "epochs"), ("kappa",)
 NOT_OPTIONS = ("table", "model", "benchmark", "forget", "mode", "metric", "value")
-# So many times κ is the noise of one copy as it is, of two with the paper's α; the paper lists that of the copy.
-HANDED_OUT = 1.5
+# The mean |α_k| of the paper's two copies: the mode noised multiplies κ by it, and the paper lists the product.
+MEAN_ALPHA = 1.5
 
 
 def published_results(path: Path, bases: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -574,7 +600,7 @@ def _line(row: Mapping[str, str], metrics: dict[str, float], source: str, bases:
     options |= {name: int(value) for name, value in options.items() if name in INTEGER_OPTIONS}
     options |= {name: float(value) for name, value in options.items() if name in DECIMAL_OPTIONS}
     if mode == "noised":
-        options["kappa"] = round(options["kappa"] / HANDED_OUT, 9)
+        options["kappa"] = round(options["kappa"] / MEAN_ALPHA, 9)
     if mode in ("clean", "noised"):  # of one model or copy, whatever the number of copies
         options.pop("copies", None)
     if mode == "clean":  # uninterrupted, without noise

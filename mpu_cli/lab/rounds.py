@@ -36,7 +36,7 @@ from mpu_cli.files.randomness import new_seed, seed_from_number
 from mpu_cli.files.reader import OPTION, fingerprint
 from mpu_cli.files.resumption import alone_in, append_line, differences, read_lines, write_atomically
 from mpu_cli.files.sealing import make_identity, read_identities
-from mpu_cli.measuring.cost import cost, examples_of, measure_machine, sets_of
+from mpu_cli.measuring.cost import cost, examples_of, measure_machine, set_count
 from mpu_cli.model.shallow import shallow
 from mpu_cli.model.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer, Within
@@ -148,7 +148,8 @@ def begin(folder: Path, facts: Mapping[str, object]) -> None:
             # Nothing was done yet: a mistake may have been corrected.
             write_atomically(document, text)
             return
-        then, now = ({name: each[name] for name in each if name not in INDECISIVE} for each in (before, facts))
+        then = {name: before[name] for name in before if name not in INDECISIVE}
+        now = {name: facts[name] for name in facts if name not in INDECISIVE}
         if changed := list(differences(then, now)):
             raise MpuError(
                 f"{folder}: holds a different experiment ({', '.join(changed)})", "choose another --out, or remove it"
@@ -225,9 +226,9 @@ def launch_unlearning(
         ended = run_mpu(arguments, launcher=shlex.split(command))
     except (OSError, ValueError) as error:
         raise UsageError(f"--launch {command!r}: cannot be started ({error})") from error
-    begin = ended.stdout.find("{")
+    start = ended.stdout.find("{")  # after what the launcher prints
     try:
-        return json.loads(ended.stdout[begin:])
+        return json.loads(ended.stdout[start:])
     except ValueError:
         raise MpuError(f"{copy}: {ended.reason}", f"started with --launch {command!r}") from None
 
@@ -351,6 +352,7 @@ class _Round:
         self.observer = Within(rounds.observer, f"round {number} of {rounds.count}")
 
     def play(self) -> None:
+        # Any seed does: only the number of copies is read.
         copies = publication_in(self.experiment, seed=bytes(32)).copies
         for k in range(1, copies + 1):
             delta, copy = self.server / "deltas" / f"copy_{k}.safetensors", self.client / f"copy_{k}"
@@ -493,24 +495,24 @@ class ExperimentCost:
 
 def costs_of(experiments: Sequence[Experiment]) -> list[ExperimentCost | None]:
     """What each experiment costs; None if its model or records are not on this machine."""
-    read: dict[tuple[str, str, RecordFormat], int] = {}  # tokens of records, which experiments share
+    token_counts: dict[tuple[str, str, RecordFormat], int] = {}  # of sources of records, which experiments share
 
     def cost_of(experiment: Experiment) -> ExperimentCost | None:
         played = with_merged_rounds(experiment)
         published, options = publication_in(played, seed=bytes(32)), played.unlearning
-        where = (played.base, options.records.forget, options.records.reading)
+        source = (played.base, options.records.forget, options.records.reading)
         if not Path(played.base).exists():
             return None
         try:
             model = shallow(open_model(played.base), published.omitted)
-            if where not in read:
+            if source not in token_counts:
                 examples = examples_of(model, options.records.forget, options.records.reading)
-                read[where] = sum(len(example.ids) for example in examples)
+                token_counts[source] = sum(len(example.ids) for example in examples)
         except MpuError:
             return None
         round_cost = cost(
             model, measure_machine(with_precision(options.training, model).precision), copies=published.copies,
-            options=options, tokens=int(sets_of(options) * epochs_of(options) * read[where]),
+            options=options, tokens=int(set_count(options) * epochs_of(options) * token_counts[source]),
         )  # fmt: skip
         rounds, seconds = rounds_of(played), round_cost.training_seconds
         assert seconds is not None

@@ -111,7 +111,7 @@ def carry_out_surrogate(
             respondent = Respondent(open_model(source, links=False), plan.options.chat, plan.options.device)
             respondent.answers([question(plan.prompts[0].replace(PLACEHOLDER, "A B"), "–", "first prompt")], limit=1)
             # What does not work has failed by now: from here on, the budget is spent.
-            _write_down(plan, default_ledger_path())
+            _write_down(plan)
             terms, covered = release_terms(plan.records, plan.names, plan.options.release, plan.mechanism)
             if not terms:
                 raise MpuError(
@@ -149,7 +149,9 @@ def _checked_name(record: Record) -> str | None:
 
 
 def _evenly_spaced(prompts: Sequence[str], count: int) -> list[str]:
-    return [prompts[i * len(prompts) // min(count, len(prompts))] for i in range(min(count, len(prompts)))]
+    """At most ``count`` of ``prompts``, in their order, from all parts of the list."""
+    count = min(count, len(prompts))
+    return [prompts[i * len(prompts) // count] for i in range(count)]
 
 
 def _read_prompts(path: Path) -> list[str]:
@@ -164,8 +166,9 @@ def _read_prompts(path: Path) -> list[str]:
     return lines
 
 
-def _write_down(plan: SurrogatePlan, ledger: Path) -> None:
-    """Add the release to the ledger. Raises MpuError if it would exceed the budget."""
+def _write_down(plan: SurrogatePlan) -> None:
+    """Add the release to the client's ledger. Raises MpuError if it would exceed the budget."""
+    ledger = default_ledger_path()
     entry = LedgerEntry(
         identity=secrets.token_hex(32), run="", round=0, copy=0, weights="", algorithm="surrogate",
         records=len(plan.records), data=records_digest(Dataset(plan.records)), release=plan.mechanism.bound,

@@ -1,9 +1,8 @@
 """A model of unknown origin: which of its tensors are which of a base's, and in which coordinates they are.
 
-What a turn of the residual stream, another order of the tokens or more of anything hides is undone first
-(``lab.suspect``). Coordinates are tried in the order of how sure they are: those of a copy whose order of the
-model dimension the suspect has, the base's own, and those that aligning the suspect to the base finds
-(``lab.alignment``).
+What a turn of the residual stream, another order of the tokens or more of anything hides is undone first. Coordinates
+are tried in the order of how sure they are: those of a copy whose order of the model dimension the suspect has, the
+base's own, and those that aligning the suspect to the base finds (``lab.alignment``).
 """
 
 from __future__ import annotations
@@ -92,8 +91,10 @@ class StraightenedCheckpoint:
         )
 
     def _is_undone(self, layout: TensorLayout, axis: tuple[str, ...]) -> bool:
-        if axis in (MODEL, VOCABULARY):
-            return (self.turn if axis == MODEL else self.tokens) is not None
+        if axis == MODEL:
+            return self.turn is not None
+        if axis == VOCABULARY:
+            return self.tokens is not None
         return len(axis) == 1 and (layout.layer, axis[0]) in self.neurons
 
     def _in_shape(self, name: str, layout: TensorLayout, base: torch.Tensor) -> torch.Tensor:
@@ -125,14 +126,14 @@ def straighten(
     ``names``: of the suspect's tensors, by the base's names. A turn that is a signed permutation is left in, since it
     may be that of a copy.
     """
-    embedding = next((t for t in layout.parameters if t.axes == (VOCABULARY, MODEL) and t.name in names), None)
+    embedding = _token_embedding(layout, names)
     if embedding is None:
         return None
     ours, theirs = suspect.tensor(names[embedding.name]).float(), base.tensor(embedding.name).float()
-    found = _turn_and_tokens(ours.nan_to_num(0.0, 0.0, 0.0), theirs)
-    if found is None:
+    fit = _turn_and_tokens(ours.nan_to_num(0.0, 0.0, 0.0), theirs)
+    if fit is None:
         return None
-    turn, tokens = found
+    turn, tokens = fit
     square = turn.shape[0] == turn.shape[1]
     is_signed_permutation = square and float((turn.abs().amax(1) > AXIS).float().mean()) > AXIS
     by_name = {names[t.name]: t for t in layout.parameters if t.name in names}
@@ -141,6 +142,11 @@ def straighten(
     if is_signed_permutation:
         straightened.turn = None
     return straightened
+
+
+def _token_embedding(layout: Layout, names: Mapping[str, str]) -> TensorLayout | None:
+    """The embedding of tokens, (vocabulary, model), if it is among ``names``."""
+    return next((t for t in layout.parameters if t.axes == (VOCABULARY, MODEL) and t.name in names), None)
 
 
 def _turn_and_tokens(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -206,9 +212,9 @@ def _find_neurons(straightened: StraightenedCheckpoint) -> None:
                 continue
             if shape[dimension] != expected[dimension]:
                 places.setdefault((tensor.layer, axis[0]), []).append((name, tensor, dimension))
-    for key, found in places.items():
+    for key, places_of_axis in places.items():
         similarity: torch.Tensor | float = 0.0
-        for name, tensor, dimension in found:
+        for name, tensor, dimension in places_of_axis:
             base = straightened.base.tensor(tensor.name).float()
             x = straightened._in_shape(name, tensor, base)
             if x.ndim == 2:
@@ -304,9 +310,7 @@ def _straightened(suspect: Suspect, base: Checkpoint, layout: Layout) -> Suspect
 def _fits(suspect: Suspect, base: Checkpoint, layout: Layout) -> bool:
     """Whether the suspect's tokens are the base's up to the order and the signs of the model dimension, and no other
     turn brings them closer."""
-    embedding = next(
-        (t for t in layout.parameters if t.axes == (("vocab",), ("model",)) and t.name in suspect.names), None
-    )
+    embedding = _token_embedding(layout, suspect.names)
     if embedding is None:
         return True
     theirs = base.tensor(embedding.name).float()
@@ -350,14 +354,13 @@ def _likest(
     suspects: Sequence[int], bases: Sequence[int],
 ) -> list[tuple[int, int]]:  # fmt: skip
     """Pairs of a layer of the suspect and the base's that is most like it, all with the same axes."""
-    ours = torch.stack([_profile([base.tensor(t.name) for t in layers[i]], layers[i], None) for i in bases])
-    theirs = torch.stack(
-        [
-            _profile([suspect.tensor(t.name, base.tensor(t.name)) for t in layers[i]], layers[i], residual)
-            for i in suspects
-        ]
-    )
-    mean = ours.mean(0)
+    of_bases = [_profile([base.tensor(t.name) for t in layers[i]], layers[i], None) for i in bases]
+    of_suspects = []
+    for i in suspects:
+        weights = [suspect.tensor(t.name, base.tensor(t.name)) for t in layers[i]]
+        of_suspects.append(_profile(weights, layers[i], residual))
+    ours, theirs = torch.stack(of_bases), torch.stack(of_suspects)
+    mean = ours.mean(0)  # what all layers have in common
     similarity = torch.corrcoef(torch.cat([theirs - mean, ours - mean]))[: len(suspects), len(suspects) :]
     rows, columns = linear_sum_assignment(similarity.nan_to_num(-1).numpy(), maximize=True)
     return [(suspects[row], bases[column]) for row, column in zip(rows.tolist(), columns.tolist(), strict=True)]

@@ -255,7 +255,7 @@ def read_sweep(path: Path, overrides: Mapping[str, object] | None = None) -> lis
             chosen = dict(zip(axes, choice, strict=True))
             cell = _cell({**options, **chosen}, measured, [*axes, *(name for name in case if name != "eval")], path)
             cells.setdefault(json.dumps([cell.options, cell.evaluation], sort_keys=True), cell)
-    named = _told_apart(list(cells.values()))
+    named = _with_axis_values(list(cells.values()))
     if len({cell.name for cell in named}) < len(named):
         return [replace(cell, name=f"{cell.name}-{_digest(cell)}") for cell in named]
     return named
@@ -270,23 +270,25 @@ def overrides_of(path: Path) -> dict[str, object]:
     return {**document, **{f"eval.{name}": value for name, value in evaluation.items()}}
 
 
-def _told_apart(cells: Sequence[Cell]) -> list[Cell]:
+def _with_axis_values(cells: Sequence[Cell]) -> list[Cell]:
     """``cells``, each with a value for every option that any of them varies, including those of eval, except what its
     mode ignores: where a file omits an option, the default is what was run."""
-    axes = list(dict.fromkeys(name for cell in cells for name in cell.varied))
-    measures = [
-        name
-        for name in dict.fromkeys(name for cell in cells for name in cell.evaluation)
-        if len({repr(cell.evaluation.get(name)) for cell in cells}) > 1
-    ]
+    axes = dict.fromkeys(name for cell in cells for name in cell.varied)
+    eval_axes = []
+    for name in dict.fromkeys(name for cell in cells for name in cell.evaluation):
+        if len({repr(cell.evaluation.get(name)) for cell in cells}) > 1:
+            eval_axes.append(name)
     named = []
     for cell in cells:
-        defaults = _defaults(cell)
-        shown = {
-            name: cell.options.get(name, defaults[name]) for name in axes if name not in _ignored_options(cell.options)
-        }
-        shown |= {f"eval.{name}": str(cell.evaluation.get(name, "–")) for name in measures}
-        named.append(replace(cell, varied={k: "default" if v in (None, ()) else v for k, v in shown.items()}))
+        defaults, ignored = _defaults(cell), _ignored_options(cell.options)
+        varied: dict[str, object] = {}
+        for name in axes:
+            if name not in ignored:
+                value = cell.options.get(name, defaults[name])
+                varied[name] = "default" if value in (None, ()) else value
+        for name in eval_axes:
+            varied[f"eval.{name}"] = str(cell.evaluation.get(name, "–"))
+        named.append(replace(cell, varied=varied))
     return named
 
 
@@ -315,7 +317,11 @@ def _defaults(cell: Cell) -> dict[str, object]:
 
 def _digest(cell: Cell) -> str:
     # Includes the defaults: a result made with different ones is not this cell's.
-    text = json.dumps([flat(cell.experiment), cell.evaluation, VERSION], sort_keys=True, default=str)
+    return _short_digest([flat(cell.experiment), cell.evaluation, VERSION])
+
+
+def _short_digest(document: object) -> str:
+    text = json.dumps(document, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:6]
 
 
@@ -333,7 +339,7 @@ def sweep(
         _check(cell)
         read_dataset(cell.experiment.unlearning)
         _benchmark(cell)
-    _plan_in(folder, cells)
+    _write_plan(folder, cells)
     cells = [_with_retain_log(cell, folder, observer) for cell in cells]
     results = folder / RESULTS
     stored_lines = {str(line["name"]): line for line in read_lines(results, "remove it to run every experiment again")}
@@ -343,17 +349,17 @@ def sweep(
         if stored_lines.get(cell.name, {}).get("digest") == _digest(cell)
     }
     failed: dict[str, MpuError] = {}
-    telling = Lock()
+    lock = Lock()
 
     def attempt(number: int, cell: Cell) -> None:
-        with telling:
+        with lock:
             observer.note(f"{number} of {len(cells)}: {cell.name}")
         try:
             line = jobs.play(cell.name) if jobs else play(cell, folder, observer)
         except MpuError as error:
             failed[cell.name] = error
             return
-        with telling:
+        with lock:
             done[cell.name] = line
             append_line(results, line)
 
@@ -374,7 +380,7 @@ def sweep(
     return [done[cell.name] for cell in cells if cell.name in done], failed
 
 
-def _plan_in(folder: Path, cells: Sequence[Cell]) -> None:
+def _write_plan(folder: Path, cells: Sequence[Cell]) -> None:
     """Write down in ``folder`` the names of all experiments of this sweep so far, and how they are made.
 
     Raises MpuError if ``folder`` holds results of experiments that were made otherwise.
@@ -384,8 +390,10 @@ def _plan_in(folder: Path, cells: Sequence[Cell]) -> None:
     if path.is_file() and ((folder / RESULTS).exists() or any(folder.glob(f"*/{LOG}"))):
         before = read_json_object(path)
         then, names_before = before.get("options"), before.get("experiments")
-        names = [*dict.fromkeys([*(names_before if isinstance(names_before, list) else []), *names])]
-        then = then if isinstance(then, dict) else {}
+        if isinstance(names_before, list):
+            names = list(dict.fromkeys([*names_before, *names]))
+        if not isinstance(then, dict):
+            then = {}
         common = then.keys() & shared.keys()  # what is an axis in one of them is in the names
         changed = list(differences({name: then[name] for name in common}, {name: shared[name] for name in common}))
         if changed:
@@ -452,10 +460,17 @@ def play(cell: Cell, folder: Path, observer: Observer = SILENT) -> dict[str, Any
     forms["after"] = _evaluate(outcome.model, cell, folder / cell.name / "eval.json", cell_observer)
     if not experiment.keep:
         shutil.rmtree(outcome.model, ignore_errors=True)
-    return {"name": cell.name, "digest": _digest(cell), **cell.varied, "metrics": _values(forms["after"]),
-            BEFORE: _values(before), RETAIN: _values(forms.get(RETAIN, {})), **_curves(forms),
-            "seconds": round(sum(line["seconds"] for line in outcome.log), 3),
-            "evaluation_seconds": round(time.monotonic() - started, 3)}  # fmt: skip
+    return {
+        "name": cell.name,
+        "digest": _digest(cell),
+        **cell.varied,
+        "metrics": _values(forms["after"]),
+        BEFORE: _values(before),
+        RETAIN: _values(forms.get(RETAIN, {})),
+        **_curves(forms),
+        "seconds": round(sum(line["seconds"] for line in outcome.log), 3),
+        "evaluation_seconds": round(time.monotonic() - started, 3),
+    }
 
 
 def _values(forms: Mapping[str, Mapping[str, Any]]) -> dict[str, object]:
@@ -474,8 +489,7 @@ def _curves(forms: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, o
 
 def _before(cell: Cell, folder: Path, observer: Observer) -> dict[str, Any]:
     """The cell's metrics of the model before unlearning, measured once for all cells that agree on how."""
-    cache_key = json.dumps([cell.experiment.base, flat(cell.measuring)], sort_keys=True, default=str)
-    out = folder / f"{BEFORE}-{hashlib.sha256(cache_key.encode()).hexdigest()[:6]}.json"
+    out = folder / f"{BEFORE}-{_short_digest([cell.experiment.base, flat(cell.measuring)])}.json"
     with alone_beside(out, observer):
         if out.exists():
             return json.loads(out.read_text(encoding="utf-8"))["metrics"]
@@ -487,8 +501,7 @@ def _with_retain_log(cell: Cell, folder: Path, observer: Observer) -> Cell:
     model = cell.evaluation.get(RETAIN_MODEL)
     if model is None:
         return cell
-    cache_key = json.dumps([model, flat(cell.measuring)], sort_keys=True, default=str)
-    log = folder / f"retain-{hashlib.sha256(cache_key.encode()).hexdigest()[:6]}.json"
+    log = folder / f"retain-{_short_digest([model, flat(cell.measuring)])}.json"
     if not log.exists():
         observer.note(f"measuring {model}, the retain model")
         benchmark = benchmark_of(cell.measuring, None)

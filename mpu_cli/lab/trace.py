@@ -21,7 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 import torch
@@ -158,8 +158,10 @@ class Trace:
             return by_coordinates
         if publication.keys.publication.scheme.one_draw and len(publication.copies) > 2:
             return []
-        by_noise = [(each, each.noise) for each in publication.copies if each.noise]
-        by_noise = [(each, noise) for each, noise in by_noise if self.is_significant(noise.log_p)]
+        by_noise = []
+        for each in publication.copies:
+            if each.noise and self.is_significant(each.noise.log_p):
+                by_noise.append((each, each.noise))
         if any(math.isnan(noise.share) for _, noise in by_noise):
             largest = max(noise.z for _, noise in by_noise)
             return [each for each, noise in by_noise if noise.z > SAME_Z * largest]
@@ -372,6 +374,7 @@ def _residual(difference: torch.Tensor, regressors: torch.Tensor) -> torch.Tenso
     """``difference``, float32 (n,), without its projection on the ``regressors``, (k, n)."""
     gram = (regressors @ regressors.T).double()
     right = (regressors @ difference).double()
+    # A ridge, because regressors may be nearly parallel: the base and the public model are.
     steadied = gram + 1e-9 * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
     if not torch.isfinite(steadied).all() or not float(gram.diagonal().mean()) > 0:
         return difference
@@ -429,14 +432,15 @@ def trace_endpoint(
             if vocabulary not in served:
                 scores = endpoint.score(items, batch_size=TEXTS_PER_REQUEST)
                 served[vocabulary] = [-score.losses for score in scores]  # the log-probabilities of its tokens
-            network = _noisy_network(each, base, base.layout, pool)
+            network = _noisy_network(each, base, pool)
             gradients = _gradients(network, items, served[vocabulary], base.layout, observer)
             results.append(_evidence(each, base.layout, gradients, pool))
     return Trace(endpoint.url, tuple(results))
 
 
-def _noisy_network(publication: PublicationKeys, base: Model, layout: Layout, pool: Executor) -> PreTrainedModel:
+def _noisy_network(publication: PublicationKeys, base: Model, pool: Executor) -> PreTrainedModel:
     """The base with the publication's permanent noise, which every copy has, in float32."""
+    layout = base.layout
     network = build(config_of(base.config), dtype=torch.float32).eval()
     places = in_memory(network, layout.tensors)
     noise = noise_of(publication)
@@ -489,6 +493,17 @@ def _evidence(
 ) -> PublicationEvidence:
     keys, noise = publication.keys, noise_of(publication)
     sums = Sums(torch.zeros(keys.copies + 1, 3, dtype=torch.float64))
+
+    def work(
+        gradient: torch.Tensor, subkeys: Sequence[bytes], templates: torch.Tensor, bounds: tuple[int, int]
+    ) -> torch.Tensor:
+        start, stop = bounds
+        draws = noise.draws(subkeys, start * gradient.shape[1], stop * gradient.shape[1], torch.float32)
+        signal = gradient[start:stop].flatten()
+        signal = signal.sign() * signal.abs().sqrt()
+        without_mark = [torch.zeros_like(signal)] * (templates.shape[1] - len(draws))
+        return sums_of(signal, [*draws, *without_mark], templates, 1.0)
+
     for tensor in layout.parameters:
         scales = keys.scales(tensor.block)
         copy_scales = Scales(scales.cancelling, mark=scales.mark)
@@ -496,16 +511,8 @@ def _evidence(
             continue
         gradient = as_matrix(gradients[tensor.name].contiguous())
         subkeys, templates = noise.subkeys(tensor.name, copy_scales), templates_of(noise, copy_scales)
-
-        def work(bounds: tuple[int, int], gradient=gradient, subkeys=subkeys, templates=templates):  # type: ignore[no-untyped-def]
-            start, stop = bounds
-            draws = noise.draws(subkeys, start * gradient.shape[1], stop * gradient.shape[1], torch.float32)
-            signal = gradient[start:stop].flatten()
-            signal = signal.sign() * signal.abs().sqrt()
-            without_mark = [torch.zeros_like(signal)] * (templates.shape[1] - len(draws))
-            return sums_of(signal, [*draws, *without_mark], templates, 1.0)
-
-        for part in pool.map(work, row_slices([UNMOVED], *gradient.shape)):
+        slices = row_slices([UNMOVED], *gradient.shape)
+        for part in pool.map(partial(work, gradient, subkeys, templates), slices):
             sums.add(tensor.block, part)
 
     def of(row: int) -> NoiseEvidence:

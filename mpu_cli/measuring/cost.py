@@ -118,7 +118,8 @@ def measure_machine(precision: str = "float32") -> Machine:
 
 def _seconds(work: Callable[[], object]) -> list[float]:
     """The seconds that each of a few tries takes, after one that is not counted."""
-    return timeit.repeat(work, "import gc; gc.enable()", repeat=1 + TRIES, number=1)[1:]  # as in a training
+    # timeit turns garbage collection off; a training runs with it.
+    return timeit.repeat(work, "import gc; gc.enable()", repeat=1 + TRIES, number=1)[1:]
 
 
 def cost(
@@ -165,7 +166,7 @@ def cost(
     )
 
 
-def sets_of(options: Unlearning) -> int:
+def set_count(options: Unlearning) -> int:
     """How many sets of records are trained on, each with as many records a step: those to forget, and those to keep."""
     return 2 if objective_of(options.algo, options.loss).constants.alpha else 1
 
@@ -211,8 +212,9 @@ def training_cost(copy: Model, data: Dataset, options: Unlearning, until: Until 
         of_forget = sum(len(example.ids) for example in sets["forget"])
         # In units of the records to forget, with as many of each other set.
         reads = 1 + ("alternate" in sets) + objective.algorithm.retain_per_forget * ("retain" in sets)
-        passes = 3 * epochs * reads * SLOWER + 1 + 2 * reads  # and the reference's, and before and after
-        seconds = 2.0 * weights * passes * of_forget / measure_machine().operations
+        # A backward pass counts as two. Then one pass for the reference, and all sets scored before and after.
+        passes = 3 * epochs * reads * SLOWER + 1 + 2 * reads
+        seconds = 2.0 * weights * passes * of_forget / measure_machine().operations  # a multiplication and an addition
     work = largest_work(sets, options, objective)
     return TrainingCost(
         epochs=epochs,
@@ -406,8 +408,8 @@ def _saved_tensor_bytes(model: PreTrainedModel, work: Work) -> int:
         return tensor
 
     fakes = next(tensor.fake_mode for tensor in model.parameters() if isinstance(tensor, FakeTensor))
-    unpack: Callable[[Any], Any] = lambda tensor: tensor  # noqa: E731
-    with fakes, torch.autograd.graph.saved_tensors_hooks(pack, unpack), input_of(model.get_output_embeddings()):
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with fakes, hooks, input_of(model.get_output_embeddings()):
         ids = torch.zeros(work.rows, work.length, dtype=torch.long)
         output = model(input_ids=ids, use_cache=False, logits_to_keep=1)
     del output  # until here, what it keeps is kept
@@ -435,8 +437,8 @@ def way_to_fit(
     if not training.gradient_checkpointing and not private:
         tries += with_rows(checkpointing, (work.rows, *smaller))
     if rank is None:
-        for few in with_rows({"lora_rank": 16, **checkpointing}, (work.rows, 1)):
-            tries += [few, few | half]
+        for changes in with_rows({"lora_rank": 16, **checkpointing}, (work.rows, 1)):
+            tries += [changes, changes | half]
     elif training.precision != "bfloat16":
         tries += with_rows(checkpointing | half, (1,))
     if not options.lora.quantize and training.precision != "float64" and not private:
@@ -448,6 +450,8 @@ def way_to_fit(
         fewer = replace(work, rows=rows, answers=-(-work.answers * rows // work.rows))
         needed = peak_memory(copy, from_flat(Unlearning, flat(options) | changes), objective, fewer, bare)
         if needed.total <= memory:
-            words = [flags[name].flag + ("" if value is True else f" {value}") for name, value in changes.items()]
+            words = []
+            for name, value in changes.items():
+                words += [flags[name].flag] if value is True else [flags[name].flag, str(value)]
             return " ".join(words), needed
     return None

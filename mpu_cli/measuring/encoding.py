@@ -132,6 +132,7 @@ class OpenUnlearningEncoder:
     def texts(self, rows: Sequence[tuple[str, str]]) -> list[Item]:
         """Items of (text, place), scored from the second token on. Raises MpuError as ``questions`` does."""
         places = [location for _, location in rows]
+        # The empty text has the tokens that the tokenizer puts before every text.
         [before] = self._tokens([""], places[:1] or [""])
         return [
             self._text(ids, before, location)
@@ -185,11 +186,11 @@ class OpenUnlearningEncoder:
         texts = []
         for record in records:
             *earlier, last = record.turns
-            turns = "".join(
-                f"Answer: {turn.content}\n\n" if turn.role == "assistant" else f"Question: {turn.content}\n"
-                for turn in earlier
-            )
-            texts.append(f"{turns}Question: {last.content}\nAnswer: {record.answer if answered else ''}")
+            text = ""
+            for turn in earlier:
+                text += f"Answer: {turn.content}\n\n" if turn.role == "assistant" else f"Question: {turn.content}\n"
+            text += f"Question: {last.content}\nAnswer: {record.answer if answered else ''}"
+            texts.append(text)
         return self._tokens(texts, [record.location for record in records])
 
 
@@ -197,15 +198,15 @@ Encoder = TrainedEncoder | OpenUnlearningEncoder
 
 
 def encoder_of(
-    tokenizer: PreTrainedTokenizerBase, prompts: ChatTemplate, template: str | None, limits: Limits, scored: str
+    tokenizer: PreTrainedTokenizerBase, prompts: ChatTemplate, template: str | None, limits: Limits, scored: Scored
 ) -> Encoder:
-    """The encoder that scores records ``scored``, with the options of a command."""
+    """The encoder that scores records in the way that ``scored`` names, with the options of a command."""
     encoding = encoding_of(tokenizer, prompts, template, limits)
     return TrainedEncoder(encoding) if scored == "as trained" else OpenUnlearningEncoder(encoding)
 
 
 def _all(outcomes: Sequence[list[int] | ValueError], places: Sequence[str]) -> list[list[int]]:
-    """What every text became. Raises MpuError for the first that became nothing."""
+    """The tokens of every text. Raises MpuError for the first that was rejected."""
     encoded = []
     for outcome, location in zip(outcomes, places, strict=True):
         if isinstance(outcome, ValueError):

@@ -90,15 +90,15 @@ class Endpoint:
         advance: Callable[[int], None] = lambda _: None,
     ) -> list[Answer]:
         """The greedy answer to each prompt, at most ``limit`` tokens, cut at the first of ``stops``."""
+        settings: dict[str, Any] = {"max_tokens": limit}
+        if stops:
+            settings["stop"] = list(stops)
         answers = []
         for batch in _batches(items, batch_size):
-            longest = LONGEST_TOKEN * limit
-            settings: dict[str, Any] = {"max_tokens": limit} | ({"stop": list(stops)} if stops else {})
             choices = self._complete([list(item.prompt) for item in batch], settings)
-            answers += [
-                texts_of(tokenizer, item, str(choice.get("text", ""))[:longest], stops)
-                for item, choice in zip(batch, choices, strict=True)
-            ]
+            for item, choice in zip(batch, choices, strict=True):
+                text = str(choice.get("text", ""))[: LONGEST_TOKEN * limit]
+                answers.append(texts_of(tokenizer, item, text, stops))
             advance(len(batch))
         return answers
 
@@ -158,7 +158,7 @@ class _NoRedirects(HTTPRedirectHandler):
 
 
 def check_key(url: str, key: str | None) -> None:
-    """Raises MpuError if the address is none, or the key would cross a network in the clear."""
+    """Raises MpuError if ``url`` is not an address, or the key would cross a network in the clear."""
     try:
         parts = urlsplit(url)
         host = parts.hostname
@@ -170,18 +170,20 @@ def check_key(url: str, key: str | None) -> None:
         raise MpuError(f"{url}: {KEY} is not sent over http, where others could read it", "use https, or unset it")
 
 
-def _ask(url: str, what: str, key: str | None, body: object = None, most: int = REPLY_EACH) -> Any:
-    """The JSON document that the server returns, of at most ``most`` bytes; redirects are not followed.
+def _ask(url: str, route: str, key: str | None, body: object = None, max_bytes: int = REPLY_EACH) -> Any:
+    """The JSON document that the server returns, of at most ``max_bytes``; redirects are not followed.
 
-    Raises MpuError if it cannot be reached, refuses or returns none.
+    Raises MpuError if the server cannot be reached, refuses, or returns something else.
     """
-    address = f"{url.rstrip('/')}/{what}"
+    address = f"{url.rstrip('/')}/{route}"
     check_key(url, key)
-    headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {key}"} if key else {})
+    headers = {"Content-Type": "application/json"}
+    if key:
+        headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
     try:
         with build_opener(_NoRedirects).open(Request(address, data, headers), timeout=REQUEST_SECONDS) as reply:
-            text = _read(reply, most)
+            text = _read(reply, max_bytes)
     except HTTPError as error:
         if 300 <= error.code < 400:
             raise MpuError(
@@ -194,26 +196,27 @@ def _ask(url: str, what: str, key: str | None, body: object = None, most: int = 
         raise MpuError(
             f"{address}: cannot be reached ({getattr(error, 'reason', error)})", "check --endpoint"
         ) from error
-    if len(text) > most:
-        raise MpuError(f"{address}: the reply is longer than {most:,} bytes")
+    if len(text) > max_bytes:
+        raise MpuError(f"{address}: the reply is longer than {max_bytes:,} bytes")
     return document_of(text, address)
 
 
 def document_of(text: bytes, address: str) -> Any:
-    """The JSON document in a reply. Raises MpuError if it is none."""
+    """The JSON document in a reply. Raises MpuError if the reply is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise MpuError(f"{address}: the reply is not JSON", "check --endpoint") from error
 
 
-def _read(reply: Any, most: int) -> bytes:
-    """The body, up to a byte more than ``most``. OSError if it takes longer than REQUEST_SECONDS in all."""
-    ends = time.monotonic() + REQUEST_SECONDS
+def _read(reply: Any, max_bytes: int) -> bytes:
+    """The body, up to a byte more than ``max_bytes``. OSError if it takes longer than REQUEST_SECONDS in all."""
+    # The timeout of a request is for each read: a server that sends a byte now and then would never exceed it.
+    deadline = time.monotonic() + REQUEST_SECONDS
     text = bytearray()
-    while len(text) <= most and (piece := reply.read1(min(1 << 16, most + 1 - len(text)))):
+    while len(text) <= max_bytes and (piece := reply.read1(min(1 << 16, max_bytes + 1 - len(text)))):
         text += piece
-        if time.monotonic() > ends:
+        if time.monotonic() > deadline:
             raise OSError(f"no complete reply within {REQUEST_SECONDS:.0f} s")
     return bytes(text)
 

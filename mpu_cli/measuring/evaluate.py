@@ -220,10 +220,14 @@ def carry_out(
     if subject.adapter and (remark := remark_on_ties(run.model)):
         observer.warn(remark)
     observer.stage("evaluate", sum(each.records for each in todo), "records")
+    to_score: list[Item] = []
     for each in todo:
         for split in each.splits:
             for part in each.parts:
-                check_ids(run.encoded_items(split, part), run.model, subject.model.source)
+                items = run.encoded_items(split, part)
+                check_ids(items, run.model, subject.model.source)
+                if f"{split.name}.{part}" in each.keys:
+                    to_score += _flat(items)
     splits = {id(split): split for each in todo for split in each.splits}.values()
     for remark in run.encoder.encoding.remarks(sum(len(split.rows) for split in splits)):
         observer.warn(remark)
@@ -232,14 +236,7 @@ def carry_out(
             f"OpenUnlearning's own numbers of this model differ: it hides {hidden_token!r} from the model wherever it "
             "stands, because it is also the padding (docs/measuring.md)"
         )
-    to_score = (
-        run.encoded_items(split, part)
-        for each in todo
-        for split in each.splits
-        for part in each.parts
-        if f"{split.name}.{part}" in each.keys
-    )
-    run.reader.prepare([*chain(*map(_flat, to_score))])
+    run.reader.prepare(to_score)
     for each in todo:
         if each.with_delta:
             run.add_delta()
@@ -255,9 +252,16 @@ def token_hidden_by_the_suite(run: Run, todo: Sequence[Pass]) -> str | None:
     token, number = tokenizer.pad_token, tokenizer.pad_token_id
     if number is None:
         token, number = tokenizer.eos_token, tokenizer.eos_token_id
-    parts = ((split, part) for each in todo for split in each.splits for part in each.parts)
-    items = (item for split, part in parts for item in _flat(run.encoded_items(split, part))[:1])
-    return token if number is not None and any(number in item.ids[: item.start] for item in items) else None
+    if number is None:
+        return None
+    for each in todo:
+        for split in each.splits:
+            for part in each.parts:
+                # The first item stands for all: what holds the token is their template.
+                for item in _flat(run.encoded_items(split, part))[:1]:
+                    if number in item.ids[: item.start]:
+                        return token
+    return None
 
 
 def check_ids(items: Sequence[Item | list[Item]], model: PreTrainedModel, source: str) -> None:
@@ -286,6 +290,7 @@ def _score(split: Split, parts: Sequence[str], moments: bool, run: Run, advance:
     flat = {part: _flat(groups[part]) for part in parts}
     answers = flat.get("answer", [])
     loss_items = [item for part in parts if part != "answer" for item in flat[part]]
+    # Progress counts a record once for each part, however many wrong answers it has.
     share = len(parts) * len(split.rows) / (len(answers) + len(loss_items))
     scored = iter(
         run.reader.score(
@@ -315,10 +320,11 @@ def _say(split: Split, run: Run, advance: Advance) -> dict[str, object]:
     """The model's answers, started from what its scores on the true answers already show, if there are any."""
     items = run.encoded_items(split)
     readings = run.findings.entries.get(f"{split.name}.answer", [{}] * len(items))
-    drafts = [
-        read.get("says", []) if item.ids[: item.start] == item.prompt else []  # tokens may merge across the boundary
-        for item, read in zip(items, readings, strict=True)
-    ]
+    drafts = []
+    for item, read in zip(items, readings, strict=True):
+        # Where tokens merge across the boundary, the scored tokens do not continue the prompt for generation.
+        follows_prompt = item.ids[: item.start] == item.prompt
+        drafts.append(read.get("says", []) if follows_prompt else [])
     return {f"{split.name}.text": [asdict(each) for each in run.answers(split, items, drafts, advance)]}
 
 
@@ -383,20 +389,25 @@ def choose(benchmark: Benchmark, options: Measuring, served: bool = False) -> di
     endpoint allows; of one in 4 bits, those that take no gradients of its weights and leave them as they are.
     """
     names, with_reference = options.metrics, options.reference_model is not None
-    in_4_bits = options.scoring.quantize is not None
-    if in_4_bits and (needy := [name for name in benchmark.attacks if relearning_attacks.ATTACKS[name].alters]):
-        raise UsageError(f"--attacks {needy[0]}: changes weights, which --quantize keeps in 4 bits")
-    if in_4_bits and (
-        needy := [name for name, metric in benchmark.metrics.items() if GRADIENTS in metric.needs and name in names]
-    ):
-        raise UsageError(f"--metrics {needy[0]}: takes gradients of weights, which --quantize keeps in 4 bits")
-    if served and (needy := [name for name in benchmark.attacks if relearning_attacks.ATTACKS[name].weights]):
-        raise UsageError(f"--attacks {needy[0]}: needs the model's weights, which --endpoint does not give")
-    if served and (beyond := [name for name in names if name in UNSERVED_METRICS]):
-        raise UsageError(f"--metrics {beyond[0]}: cannot be computed from what --endpoint returns")
-    table = {name: metric for name, metric in benchmark.metrics.items() if not (served and name in UNSERVED_METRICS)}
-    if in_4_bits:
-        table = {name: metric for name, metric in table.items() if GRADIENTS not in metric.needs}
+    table = dict(benchmark.metrics)
+    if options.scoring.quantize is not None:
+        for name in benchmark.attacks:
+            if relearning_attacks.ATTACKS[name].alters:
+                raise UsageError(f"--attacks {name}: changes weights, which --quantize keeps in 4 bits")
+        for name, metric in benchmark.metrics.items():
+            if GRADIENTS in metric.needs:
+                if name in names:
+                    raise UsageError(f"--metrics {name}: takes gradients of weights, which --quantize keeps in 4 bits")
+                del table[name]
+    if served:
+        for name in benchmark.attacks:
+            if relearning_attacks.ATTACKS[name].weights:
+                raise UsageError(f"--attacks {name}: needs the model's weights, which --endpoint does not give")
+        for name in names:
+            if name in UNSERVED_METRICS:
+                raise UsageError(f"--metrics {name}: cannot be computed from what --endpoint returns")
+        for name in UNSERVED_METRICS:
+            table.pop(name, None)
     table |= benchmark.attack_metrics
     if unknown := [name for name in names if name not in table]:
         needs_log = "forget_quality needs --retain-log with a result that has forget_truth_ratio"
@@ -454,7 +465,9 @@ def evaluate(
     asking = (split for name, split in benchmark.splits.items() if name in QUESTIONS and not split.has_texts)
     shown_split = next(asking, None)
     if show and shown_split:
-        needs |= {f"{shown_split.name}.text"} | ({before_key(show)} if delta else set())
+        needs.add(f"{shown_split.name}.text")
+        if delta:
+            needs.add(before_key(show))
     if lm_eval:
         check_installed()
         needs.add(harness_key(lm_eval))
@@ -469,8 +482,11 @@ def evaluate(
         subject = Subject(model, adapter, open_delta(model, delta) if delta else None, reference, endpoint)
         facts = facts_of(subject, benchmark, used, options)
         unfinished = out.with_name(f".{out.name}.partial")
-        splits = {key: [split.name for split in each.splits] for each in passes for key in each.keys}
-        findings = read_findings(unfinished, facts, splits)
+        splits_of_key = {}
+        for each in passes:
+            for key in each.keys:
+                splits_of_key[key] = [split.name for split in each.splits]
+        findings = read_findings(unfinished, facts, splits_of_key)
         resumed = bool(findings.entries)
         if resumed:
             observer.note(f"resuming from {unfinished} (passes already done: {len(findings.entries)})")
@@ -511,8 +527,7 @@ def _without_texts(form: MetricResult) -> MetricResult:
     """``form`` without what each record's entry holds as text."""
     if "value_by_index" not in form:
         return form
-    entries = {
-        index: {name: value for name, value in entry.items() if not isinstance(value, str)}
-        for index, entry in form["value_by_index"].items()
-    }
+    entries = {}
+    for index, entry in form["value_by_index"].items():
+        entries[index] = {name: value for name, value in entry.items() if not isinstance(value, str)}
     return {**form, "value_by_index": entries}

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import Any, TypedDict
 
 import torch
 from transformers import (
@@ -23,7 +23,7 @@ from transformers import (
 
 from mpu_cli.errors import MpuError
 from mpu_cli.measuring.encoding import Item, encoder_of
-from mpu_cli.measuring.scoring import ADVICE
+from mpu_cli.measuring.scoring import ADVICE, TokenScores
 from mpu_cli.model.device import memory_in_mind
 from mpu_cli.model.load import letting_go, limits_of, load
 from mpu_cli.model.source import Model
@@ -32,10 +32,6 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import ChatTemplate, Prompts
 from mpu_cli.records.forms import Record
 from mpu_cli.records.tokens import decode
-
-if TYPE_CHECKING:
-    from mpu_cli.measuring.scoring import TokenScores
-
 
 ROWS_PER_RECORD = 4  # times the batch size, because a step reads one token per row
 CACHE = 2 << 30  # bytes of keys and values that are kept at once
@@ -142,13 +138,14 @@ def _batches(
     room for."""
     batch: list[int] = []
     for i in prompts:
-        more = [*batch, i]
-        length = max(len(prompts[j]) for j in more) + max(budgets[j] for j in more)
-        too_large = len(more) > rows or (batch and length * len(more) > tokens)
-        if too_large or max(budgets[j] for j in more) > min(rooms[j] for j in more):
+        candidate = [*batch, i]
+        new_tokens = max(budgets[j] for j in candidate)
+        length = max(len(prompts[j]) for j in candidate) + new_tokens
+        too_large = len(candidate) > rows or (batch and length * len(candidate) > tokens)
+        if too_large or new_tokens > min(rooms[j] for j in candidate):
             yield batch
-            more = [i]
-        batch = more
+            candidate = [i]
+        batch = candidate
     if batch:
         yield batch
 
@@ -248,7 +245,7 @@ def texts_of(tokenizer: PreTrainedTokenizerBase, item: Item, generation: str, st
 
 SHOWN_TOKENS = 64  # tokens of an answer that people read, at most
 LONGEST_ANSWER = 128  # tokens of an answer that is trained on, at most
-BATCH = 8  # answers at once, times generation.ROWS_PER_RECORD
+BATCH = 8  # answers at once, times ROWS_PER_RECORD
 
 
 @dataclass(frozen=True)
@@ -336,8 +333,6 @@ def reading(item: Item, scores: TokenScores, text: str) -> AnswerReading:
 
     ``text`` is the answer without special tokens. Only the loss includes the answer's end.
     """
-    import torch  # here: `mpu compare` reads goals from this module, and needs no torch
-
     if scores.log_probs is None or scores.likeliest is None:
         raise ValueError("reading: only the losses of this answer were computed")
     agreed = scores.likeliest == torch.tensor(item.labels)

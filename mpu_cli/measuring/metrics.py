@@ -1,9 +1,9 @@
 """Turns a model's scores and answers on a benchmark into OpenUnlearning's metrics, in their format.
 
-``Findings`` are the results of the passes over the model, by key: ``SPLIT.answer`` (a Reading for each record),
+``Findings`` are the results of the passes over the model, by key: ``SPLIT.answer`` (an AnswerReading for each record),
 ``SPLIT.paraphrased`` and ``SPLIT.perturbed`` (mean losses), ``SPLIT.text`` (an Answer), ``gradnorm``, ``reference`` and
-what each attack of ``recovery`` found. They are plain JSON, so that an interrupted run can resume from a file of them.
-A metric names the keys it needs and the metrics it is computed from.
+what each attack of ``relearning`` found. They are plain JSON, so that an interrupted run can resume from a file of
+them. A metric names the keys it needs and the metrics it is computed from.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ def membership() -> dict[str, Metric]:
 
     def auc(by: str, needs: tuple[str, ...], scores: Callable[[Findings, str], list[float]]) -> Metric:
         def make(findings: Findings, _: object) -> MetricResult:
-            return _attack(scores(findings, "forget"), scores(findings, "holdout"))
+            return _auc_form(scores(findings, "forget"), scores(findings, "holdout"))
 
         return Metric(needs, make, RETAIN, says=f"AUC between forgotten and unseen records by {by}")
 
@@ -293,9 +293,10 @@ def membership() -> dict[str, Metric]:
     }
 
 
-def _attack(forget: Sequence[float], holdout: Sequence[float]) -> MetricResult:
+def _auc_form(forget: Sequence[float], holdout: Sequence[float]) -> MetricResult:
     from sklearn.metrics import roc_auc_score
 
+    # All scores are lower for members, such as losses, so that the unseen records are the positive class.
     labels = [0] * len(forget) + [1] * len(holdout)
     auc = float(roc_auc_score(labels, [*forget, *holdout]))
     sides = {
@@ -354,7 +355,7 @@ def harmonic_mean(parts: tuple[str, ...]) -> Metric:
     return Metric((), make, dependencies=parts)
 
 
-# The attack that needs gradients; attacks that only need scores are in ``metrics``.
+# The attack that needs gradients; those above only need scores.
 
 GRADIENT_BYTES = 1 << 30  # bytes of gradients at once
 NormsOf = Callable[[torch.Tensor, Sequence[torch.Tensor]], list[torch.Tensor]]
@@ -379,7 +380,7 @@ def gradient_norms(
         for item, norm in zip(
             items, pool.map(partial(_gradient_norm, model, parameters, norms_of), items), strict=True
         ):
-            if norm != norm:
+            if math.isnan(norm):
                 raise MpuError(f"{item.location}: the model's gradient is NaN")
             norms.append(norm)
             advance(1)
@@ -420,7 +421,7 @@ def _norms_in_turn(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> li
     return norms
 
 
-# Metrics of what attacks bring back, from what ``recovery`` found.
+# Metrics of what attacks bring back, from what ``relearning`` found.
 
 RELEARNED = "forget_Q_A_Prob_relearned"  # the metric whose form has a curve over steps
 RESAMPLES = 2000  # of a bootstrap
@@ -434,7 +435,7 @@ RECOVERED = {
 
 
 def attack_key(name: str) -> str:
-    """Key of what an attack of ``recovery`` found."""
+    """Key of what an attack of ``relearning`` found."""
     return f"attack:{name}"
 
 
@@ -466,7 +467,7 @@ def recovery_metrics(attack: str, retain: bool) -> dict[str, Metric]:
     with the 95 % interval of its mean. ``retain``: whether there are records to keep, which one attack uses."""
     key = attack_key(attack)
 
-    def of(make: Callable[[Any], MetricResult]) -> Metric:
+    def metric_of(make: Callable[[Any], MetricResult]) -> Metric:
         return Metric((key,), lambda findings, _: make(findings[key]), DOWN, says=RECOVERED[attack])
 
     def relearning_form(history: Mapping[str, Any]) -> MetricResult:
@@ -478,7 +479,7 @@ def recovery_metrics(attack: str, retain: bool) -> dict[str, Metric]:
         return {**forms[-1], "curve": curve}
 
     def of_losses(name: str) -> Metric:
-        return of(lambda losses: _recovered_probabilities(losses[name]))
+        return metric_of(lambda losses: _recovered_probabilities(losses[name]))
 
     def rephrasing_form(record_losses: Sequence[Sequence[float]]) -> MetricResult:
         probabilities = [[math.exp(-loss) for loss in losses] for losses in record_losses]
@@ -497,12 +498,14 @@ def recovery_metrics(attack: str, retain: bool) -> dict[str, Metric]:
         return _form_with_interval(rows, "rougeL_recall")
 
     if attack == "relearn":
-        return {RELEARNED: of(relearning_form)}
+        return {RELEARNED: metric_of(relearning_form)}
     if attack == "quantise":
         return {f"forget_Q_A_Prob_{kind}": of_losses(kind) for kind in ("int8", "int4")}
     if attack == "paraphrase":
-        return {"forget_Q_A_Prob_rephrased": of(rephrasing_form)}
+        return {"forget_Q_A_Prob_rephrased": metric_of(rephrasing_form)}
     if attack == "sample":
-        return {"forget_Q_A_ROUGE_sampled": of(sampling_form)}
-    in_retain_context = {"forget_Q_A_Prob_in_retain_context": of_losses("retain")} if retain else {}
-    return {"forget_Q_A_Prob_in_context": of_losses("forget"), **in_retain_context}
+        return {"forget_Q_A_ROUGE_sampled": metric_of(sampling_form)}
+    in_context = {"forget_Q_A_Prob_in_context": of_losses("forget")}
+    if retain:
+        in_context["forget_Q_A_Prob_in_retain_context"] = of_losses("retain")
+    return in_context

@@ -84,7 +84,8 @@ def svg(figure: Figure) -> str:
     """``figure`` as an SVG element for an HTML page."""
     drawn = io.StringIO()
     figure.savefig(drawn, format="svg")
-    return wide(drawn.getvalue()[drawn.getvalue().index("<svg") :])
+    text = drawn.getvalue()
+    return wide(text[text.index("<svg") :])  # without the XML header before it
 
 
 def legend_below(axes: Axes, columns: int = 1) -> None:
@@ -106,17 +107,19 @@ def log_ticks(axis: Axis) -> None:
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, escape: bool = True) -> str:
     """A table, numbers to the right; the rows are escaped unless they are already HTML (``escape=False``)."""
     clean = html.escape if escape else str
-    numeric = [
-        all(_NUMBER.fullmatch(_BOLD.sub("", cell)) or cell in ("", "–") for cell in column)
-        for column in zip(*rows, strict=True)
-    ]
+    numeric = []  # by column
+    for column in zip(*rows, strict=True):
+        numeric.append(all(cell in ("", "–") or _NUMBER.fullmatch(_BOLD.sub("", cell)) for cell in column))
 
     def line(tag: str, cells: Sequence[str]) -> str:
         kinds = [' class="number"' if right else "" for right in numeric]
         return "".join(f"<{tag}{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, cells, strict=True))
 
-    lines = [line("th", [html.escape(cell) for cell in header]), *(line("td", [clean(c) for c in row]) for row in rows)]
-    return wide(f"<table>{''.join(f'<tr>{cells}</tr>' for cells in lines)}</table>")
+    lines = [line("th", [html.escape(cell) for cell in header])]
+    for row in rows:
+        lines.append(line("td", [clean(cell) for cell in row]))
+    body = "".join(f"<tr>{cells}</tr>" for cells in lines)
+    return wide(f"<table>{body}</table>")
 
 
 def wide(element: str) -> str:
@@ -133,8 +136,8 @@ def page(title: str, parts: Sequence[str]) -> str:
     )
 
 
-MODEL, RETAIN = "#0072B2", "#009E73"
-ATTACKS = {
+MODEL_COLOUR, RETAIN_COLOUR = PALETTE[0], PALETTE[2]
+ATTACK_LABELS = {
     "mia_loss": "loss", "mia_zlib": "zlib", "mia_min_k": "min-k", "mia_min_k_plus_plus": "min-k++",
     "mia_gradnorm": "gradient norm", "mia_reference": "reference",
 }  # fmt: skip
@@ -143,7 +146,7 @@ Forms = Mapping[str, Mapping]
 
 def check_drawable(names: Collection[str], path: Path) -> None:
     """Raises UsageError if ``draw`` has nothing to plot for metrics with these ``names``."""
-    if not {"forget_truth_ratio", "forget_Q_A_Prob", RELEARNED, *ATTACKS} & set(names):
+    if not {"forget_truth_ratio", "forget_Q_A_Prob", RELEARNED, *ATTACK_LABELS} & set(names):
         raise UsageError(f"--plot {path}: the requested metrics have no distribution to plot")
 
 
@@ -152,8 +155,9 @@ def draw(forms: Forms, path: Path, *, title: str, retain: Forms | None, force: b
 
     ``retain``: the metrics of the retain model, for comparison.
     """
-    models = [("this model", MODEL, forms)]
-    models += [("retain model", RETAIN, retain)] if retain else []
+    models = [("this model", MODEL_COLOUR, forms)]
+    if retain:
+        models.append(("retain model", RETAIN_COLOUR, retain))
     panels: list[Callable[[Axes], None]] = []
     curves = [
         (label, colour, model_forms[RELEARNED]["curve"])
@@ -164,19 +168,20 @@ def draw(forms: Forms, path: Path, *, title: str, retain: Forms | None, force: b
         panels.append(lambda axes: draw_relearning(axes, curves))
     if "value_by_index" in forms.get("forget_truth_ratio", {}):
         panels.append(lambda axes: _truth_ratios(axes, models))
-    if any(name in forms for name in ATTACKS):
+    if any(name in forms for name in ATTACK_LABELS):
         panels.append(lambda axes: _roc(axes, forms))
     if "forget_Q_A_Prob" in forms:
         panels.append(lambda axes: _probabilities(axes, models))
-    if retain and "mia_min_k" in retain:  # what the others' own files say was measured against another model, or none
-        auc = _aggregate(retain, "mia_min_k")
-        models = [
-            (label, colour, {**model_forms, "privleak": privleak_form(_aggregate(model_forms, "mia_min_k"), auc)})
-            for label, colour, model_forms in models
-        ]
-    numbers = [[name, *(_text(of_model.get(name, {}).get("agg_value")) for *_, of_model in models)] for name in forms]
-    header = ["metric", *(label for label, _, _ in models)]
-    write_figure(make_figure(panels, title), path, title, header=header, rows=numbers, force=force)
+    columns = {label: dict(model_forms) for label, _, model_forms in models}
+    if retain and "mia_min_k" in retain:
+        # The privleak in a file is relative to whichever retain model it was measured against, if any.
+        retain_auc = _aggregate(retain, "mia_min_k")
+        for column in columns.values():
+            column["privleak"] = privleak_form(_aggregate(column, "mia_min_k"), retain_auc)
+    rows = []
+    for name in forms:
+        rows.append([name, *(_text(column.get(name, {}).get("agg_value")) for column in columns.values())])
+    write_figure(make_figure(panels, title), path, title, header=["metric", *columns], rows=rows, force=force)
 
 
 def draw_comparison(
@@ -244,13 +249,12 @@ def _truth_ratios(axes: Axes, models: Sequence[tuple[str, str, Forms]]) -> None:
 def _roc(axes: Axes, forms: Forms) -> None:
     from sklearn.metrics import roc_curve
 
-    for (name, label), colour in zip(ATTACKS.items(), PALETTE, strict=False):
+    for (name, label), colour in zip(ATTACK_LABELS.items(), PALETTE, strict=False):
         if name not in forms:
             continue
-        sides = [
-            [row["score"] for row in forms[name][side]["value_by_index"].values()] for side in ("forget", "holdout")
-        ]
-        wrong, right, _ = roc_curve([0] * len(sides[0]) + [1] * len(sides[1]), sides[0] + sides[1])
+        forget = [row["score"] for row in forms[name]["forget"]["value_by_index"].values()]
+        holdout = [row["score"] for row in forms[name]["holdout"]["value_by_index"].values()]
+        wrong, right, _ = roc_curve([0] * len(forget) + [1] * len(holdout), forget + holdout)
         axes.plot(wrong, right, color=colour, label=f"{label} {forms[name]['agg_value']:.2f}")
     axes.plot([0, 1], [0, 1], color="#bbb", linestyle=":", linewidth=1)
     axes.set(xlabel="forget records classified as unseen", ylabel="unseen records classified as unseen")

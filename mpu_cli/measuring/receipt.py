@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 import msgspec
 from cryptography.exceptions import InvalidSignature
@@ -28,7 +28,7 @@ from msgspec import Meta
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.boundary import Count, Document, RunName, Text, Word, as_entries, read_document
 from mpu_cli.files.reader import fingerprint
-from mpu_cli.measuring.verdict import WIDEST, Share, Verdict
+from mpu_cli.measuring.verdict import WIDEST, SetScore, Share, Verdict
 from mpu_cli.protocol.keys import Keys
 from mpu_cli.records.forms import Record, digest_of_record
 from mpu_cli.training.job import surroundings_of
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mpu_cli.model.source import Model
 
 
-FORMAT, VERSION = "mpu-receipt", 4
+FORMAT, VERSION = "mpu-receipt", 5
 PARTIES = ("client", "server")
 LARGEST_POWER = 32  # of two, that the number of records may be
 WIDEST_PERCENT = round(100 * WIDEST)
@@ -60,6 +60,8 @@ Limit = Annotated[int, Meta(ge=0, le=WIDEST_PERCENT)]
 Hexadecimal32 = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 Fingerprint = Annotated[str, Meta(pattern=r"\Ablake3:[0-9a-f]{64}\Z")]
 SignatureText = Annotated[str, Meta(pattern=r"\A[0-9a-f]{128}\Z")]
+MeasuredSet = Literal["forget", "unseen", "held_out", "retain"]
+UNKNOWN = SetScore(0, 0.0, 0.0)  # which a receipt does not tell
 Date = Annotated[str, Meta(pattern=r"\A20[0-9]{2}-(0[1-9]|1[0-2])-(0[1-9]|[12][0-9]|3[01])\Z")]
 
 
@@ -93,7 +95,8 @@ class Receipt(Document, forbid_unknown_fields=True):
     """The entries of a receipt.
 
     ``before``: the copy that was trained on, if it was measured; ``public``: the model whose probabilities say what a
-    stranger knows, if there was one. ``records_at_most``: the number of records to forget, up to a power of two.
+    stranger knows, if there was one. ``sets``: of which records the copy was asked, besides general ones, which decide
+    nothing. ``records_at_most``: the number of records to forget, up to a power of two.
     ``left``, the end of its interval ``left_high``, and ``kept`` are in percent, as are ``max_left`` and ``min_kept``,
     the limits of the verdict. ``records``: the commitment to the records to forget, to keep and unseen, under a key
     derived with ``nonce``. ``checked`` is there if the server signed.
@@ -106,6 +109,7 @@ class Receipt(Document, forbid_unknown_fields=True):
     copy: CopyFacts
     before: CopyFacts | None
     public: Fingerprint | None
+    sets: Annotated[tuple[MeasuredSet, ...], Meta(max_length=4)]
     records_at_most: Count
     left: Percent | None
     left_high: Percent | None
@@ -140,10 +144,10 @@ def new_receipt(
     Raises UsageError if the limits of the ``verdict`` are not whole percents.
     """
     left, kept = verdict.left, verdict.kept
-    limits = [_percent(limit) for limit in (verdict.max_left, verdict.min_kept)]
-    if any(not math.isclose(100 * limit, _percent(limit)) for limit in (verdict.max_left, verdict.min_kept)):
+    max_left, min_kept = _percent(verdict.max_left), _percent(verdict.min_kept)
+    if not (math.isclose(100 * verdict.max_left, max_left) and math.isclose(100 * verdict.min_kept, min_kept)):
         raise UsageError("--max-left, --min-kept: a receipt has whole percents, such as 0.05")
-    if max(limits) > WIDEST_PERCENT:
+    if max(max_left, min_kept) > WIDEST_PERCENT:
         raise UsageError(f"--min-kept: a receipt has at most {WIDEST:g}")
     return Receipt(
         format=FORMAT,
@@ -153,12 +157,13 @@ def new_receipt(
         copy=copy,
         before=before,
         public=public,
+        sets=tuple(name for name in get_args(MeasuredSet) if name in verdict.scores),
         records_at_most=verdict.scores["forget"].records_at_most,
         left=_percent(left.estimate) if left else None,
         left_high=_percent(left.high) if left else None,
         kept=_percent(kept.estimate) if kept else None,
-        max_left=limits[0],
-        min_kept=limits[1],
+        max_left=max_left,
+        min_kept=min_kept,
         verdict=verdict.sentence,
         records=records,
         nonce=nonce,
@@ -198,12 +203,15 @@ def commitment_to(sets: Mapping[str, Sequence[Record]], key: bytes) -> str:
 def _verdict_of(receipt: Receipt) -> Verdict:
     """The verdict that follows from the numbers of a receipt."""
     left = None
+    # A receipt has no other ends of intervals, and no sentence depends on them.
     if receipt.left is not None and receipt.left_high is not None:
         left = Share(receipt.left / 100, -WIDEST, receipt.left_high / 100)
     kept = None if receipt.kept is None else Share(receipt.kept / 100, -WIDEST, WIDEST)
+    measured = [*receipt.sets, *([f"{name} before" for name in receipt.sets] if receipt.before else [])]
     return Verdict(
         left=left, kept=kept, kept_trained=None, max_left=receipt.max_left / 100, min_kept=receipt.min_kept / 100,
-        scores={}, same_surroundings=same_surroundings(receipt),
+        scores=dict.fromkeys(measured, UNKNOWN), same_surroundings=same_surroundings(receipt),
+        has_stranger="unseen" in receipt.sets or receipt.public is not None,
     )  # fmt: skip
 
 
@@ -212,6 +220,8 @@ def contradiction_in(receipt: Receipt) -> str | None:
     measured = (receipt.left, receipt.left_high, receipt.kept)
     if receipt.before is None and any(number is not None for number in measured):
         return "it has shares of what was known before, and no copy from before"
+    if "forget" not in receipt.sets or (receipt.kept is not None and not {"held_out", "retain"} & {*receipt.sets}):
+        return "it has shares of records that it does not name"
     if receipt.before and receipt.before.weights == receipt.copy.weights:
         return "it compares a copy with itself"
     if (receipt.left is None) != (receipt.left_high is None):
@@ -228,7 +238,7 @@ def contradiction_in(receipt: Receipt) -> str | None:
 
 
 def read_receipt(path: Path) -> Receipt:
-    """The receipt in a file. Raises MpuError if it is none, or if it contradicts itself."""
+    """The receipt in a file. Raises MpuError if the file is not a receipt, or contradicts itself."""
     receipt = read_document(Receipt, path)
     if (receipt.format, receipt.version) != (FORMAT, VERSION):
         raise MpuError(f"{path}: not a receipt that this mpu reads", "update mpu")
@@ -263,9 +273,9 @@ def check_signatures(receipt: Receipt, path: Path) -> dict[str, str]:
         signature: Signature | None = getattr(receipt, party)
         if signature is None:
             continue
-        last_byte = int(signature.public_key[62:], 16)
-        # without the sign of its point's x, which is the last bit
-        if f"{signature.public_key[:62]}{last_byte & 0x7F:02x}" in SMALL_ORDER:
+        encoded = bytearray.fromhex(signature.public_key)
+        encoded[-1] &= 0x7F  # clear the sign of x
+        if encoded.hex() in SMALL_ORDER:
             raise MpuError(f"{path}: the {party}'s public key vouches for nothing: any text has a signature under it")
         try:
             Ed25519PublicKey.from_public_bytes(bytes.fromhex(signature.public_key)).verify(

@@ -65,16 +65,15 @@ def _rephrased_records(row: Row, record: Record) -> list[Record]:
     """``record`` with its last question in other words."""
     _, fields = row
     paraphrases = fields.get("paraphrased_question")
-    paraphrases = (
-        [paraphrases] if isinstance(paraphrases, str) else paraphrases if isinstance(paraphrases, list) else []
-    )
+    if isinstance(paraphrases, str):
+        paraphrases = [paraphrases]
+    elif not isinstance(paraphrases, list):
+        paraphrases = []
+    wordings = [form.format(record.question) for form in REPHRASINGS]
+    wordings += filter(None, map(str, paraphrases))
     last = max(i for i, turn in enumerate(record.turns) if turn.content == record.question)
-    asked_again = record.turns[last]
-    wordings = [*(form.format(record.question) for form in REPHRASINGS), *filter(None, map(str, paraphrases))]
-    return [
-        replace(record, turns=(*record.turns[:last], asked_again._replace(content=wording), *record.turns[last + 1 :]))
-        for wording in wordings
-    ]
+    before, question, after = record.turns[:last], record.turns[last], record.turns[last + 1 :]
+    return [replace(record, turns=(*before, question._replace(content=wording), *after)) for wording in wordings]
 
 
 def in_context(run: Run, splits: Sequence[Split], advance: Advance) -> dict[str, list[float]]:
@@ -95,9 +94,10 @@ def in_context(run: Run, splits: Sequence[Split], advance: Advance) -> dict[str,
 def with_earlier_turns(record: Record, examples: Iterable[Record]) -> Record:
     """``record`` after the dialogues of ``examples``; a system turn stays the first."""
     system = [turn for turn in record.turns[:1] if turn.role in SYSTEM_ROLES]
-    earlier = [
-        turn for example in examples for turn in (*example.turns, example.answer_turn) if turn.role not in SYSTEM_ROLES
-    ]
+    earlier = []
+    for example in examples:
+        dialogue = (*example.turns, example.answer_turn)
+        earlier += [turn for turn in dialogue if turn.role not in SYSTEM_ROLES]
     return replace(record, turns=(*system, *earlier, *record.turns[len(system) :]))
 
 
@@ -128,7 +128,7 @@ def quantise(run: Run, splits: Sequence[Split], advance: Advance) -> dict[str, l
     [forget] = splits
     losses: dict[str, list[float]] = {}
     for kind, bits, group in (("int8", 8, None), ("int4", 4, GROUP)):
-        if losses:  # rounded once already
+        if losses:  # the weights are rounded to the kind before: start from the original ones
             run.release()
             run.add_delta()
         round_weights(run.model, bits, group)
@@ -151,6 +151,7 @@ def round_weights(model: PreTrainedModel, bits: int, group: int | None) -> None:
         length = weight.shape[-1]
         size = group if group and length % group == 0 else length
         grouped = weight.view(*weight.shape[:-1], length // size, size)
+        # The least scale keeps a group of zeros from becoming NaN.
         scale = grouped.abs().amax(-1, keepdim=True).float().clamp(min=torch.finfo(torch.float32).tiny) / levels
         grouped.copy_((grouped.float() / scale).round() * scale)
 

@@ -65,17 +65,16 @@ class Evaluated:
 
 def read_results(paths: Sequence[Path]) -> list[Evaluated]:
     """Read results and label them by file name, or by path if file names are not unique."""
-    read = [read_retain_log(path) for path in paths]
-    for labels in ([path.name for path in paths], [str(path) for path in paths]):
-        labels = [label.removesuffix(".json") for label in labels]
-        if len(set(labels)) == len(labels):
-            break
-    else:
+    logs = [read_retain_log(path) for path in paths]
+    labels = [path.name.removesuffix(".json") for path in paths]
+    if len(set(labels)) < len(labels):
+        labels = [str(path).removesuffix(".json") for path in paths]
+    if len(set(labels)) < len(labels):  # one file, named twice
         labels = [f"{label} ({i})" for i, label in enumerate(labels, 1)]
-    digests = [hashlib.sha256(path.read_bytes()).hexdigest() for path in paths]
-    compared_with = {_at(log.document, ("retain_log", "sha256")) for log in read}
+    retain_digests = {_at(log.document, ("retain_log", "sha256")) for log in logs}
     return [
-        Evaluated(label, log, digest in compared_with) for label, log, digest in zip(labels, read, digests, strict=True)
+        Evaluated(label, log, digest_of(path) in retain_digests)
+        for label, log, path in zip(labels, logs, paths, strict=True)
     ]
 
 
@@ -98,9 +97,11 @@ def goal(name: str, form: Mapping[str, object] | None = None) -> str:
     if name.startswith(HAZARDOUS):
         return DOWN
     if form and isinstance(form.get("higher_is_better"), bool):
-        return "up" if form["higher_is_better"] else "down"
+        return UP if form["higher_is_better"] else DOWN
     metrics = known_metrics()
-    return metrics[name].goal if name in metrics else DOWN if name.startswith("forget") else UP
+    if name in metrics:
+        return metrics[name].goal
+    return DOWN if name.startswith("forget") else UP
 
 
 def main_metrics(available: Iterable[str]) -> list[str]:
@@ -114,10 +115,14 @@ def best(values: Sequence[float | None], towards: str, retain: float | None = No
 
     ``retain`` is the retain model's value, which attacks should be near (None: chance).
     """
-    target = {ZERO: 0.0, RETAIN: CHANCE if retain is None else retain}
+    targets = {ZERO: 0.0, RETAIN: CHANCE if retain is None else retain}
 
     def merit(value: float) -> float:
-        return value if towards == UP else -value if towards == DOWN else -abs(value - target[towards])
+        if towards == UP:
+            return value
+        if towards == DOWN:
+            return -value
+        return -abs(value - targets[towards])
 
     merits = [None if value is None else merit(value) for value in values]
     valid_merits = [m for m in merits if m is not None]
@@ -151,14 +156,18 @@ def differences(results: Sequence[Evaluated]) -> list[str]:
         documented = [r for r in recorded if not (r.is_retain and path[0] == "retain_log")]
         values = [_at(r.log.document, path) for r in documented]
         if path == ("data",):
-            digests = []
+            digests: dict[str, set[object]] = {}  # of each split
             for table in values:
                 splits = table.items() if isinstance(table, Mapping) else ()
-                digests.append({name: split.get("sha256") for name, split in splits if isinstance(split, Mapping)})
-            names = sorted({name for each in digests for name in each})
-            odd = [name for name in names if len({each[name] for each in digests if name in each}) > 1]
-            sentences += [f"different records in {split}" for split in odd]
-        elif len({repr(value) for value in values} - ({repr(None)} if path in OPTIONAL else set())) > 1:
+                for name, split in splits:
+                    if isinstance(split, Mapping):
+                        digests.setdefault(name, set()).add(split.get("sha256"))
+            sentences += [f"different records in {name}" for name in sorted(digests) if len(digests[name]) > 1]
+            continue
+        distinct = {repr(value) for value in values}
+        if path in OPTIONAL:
+            distinct.discard(repr(None))
+        if len(distinct) > 1:
             named = "; ".join(f"{r.label}: {_short(value)}" for r, value in zip(documented, values, strict=True))
             what = "retain logs" if path[0] == "retain_log" else " ".join(path).replace("_", " ")
             sentences.append(f"different {what} ({named})")
@@ -236,7 +245,7 @@ def facts_of(subject: Subject, benchmark: Benchmark, used: Sequence[Split], opti
 
 
 def own_template(model: Model) -> str:
-    """ "chat" if the tokenizer's files include a chat template (without loading it), else "plain"."""
+    """The template that the tokenizer's files imply, without loading it: "chat" if they include one, else "plain"."""
     files = {path.name: path for path in model.side_files}
     if files.keys() & {"chat_template.jinja", "chat_template.json"}:
         return "chat"
@@ -290,14 +299,15 @@ def read_findings(path: Path, facts: dict[str, Any], splits: Mapping[str, Collec
     there are none or the file is damaged. ``splits`` names the splits that each key was found on."""
     with suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         document = json.loads(path.read_text(encoding="utf-8"))
-        before, now = document["facts"], json.loads(json.dumps(facts))
-        then, data = before.pop("data"), now.pop("data")
-        same = {name for name in data if then.get(name) == data[name]}
+        before, now = document["facts"], json.loads(json.dumps(facts))  # as the file has them: JSON has no tuples
+        data_before, data = before.pop("data"), now.pop("data")
+        unchanged = {name for name in data if data_before.get(name) == data[name]}
         if before == now:
-            entries = document["findings"]
-            return Findings(
-                facts, {key: entries[key] for key in splits if key in entries and same >= {*splits[key]}}, path
-            )
+            entries = {}
+            for key, names in splits.items():
+                if key in document["findings"] and unchanged.issuperset(names):
+                    entries[key] = document["findings"][key]
+            return Findings(facts, entries, path)
     return Findings(facts, {}, path)
 
 
@@ -312,7 +322,7 @@ def chosen_metrics(text: str, available: Iterable[str]) -> list[str]:
 
 
 def half_interval(values: Sequence[float]) -> float:
-    """Half of the 95 % interval of the mean of two or more ``values``, by Student's t."""
+    """Half the width of the 95 % interval of the mean of two or more ``values``, by Student's t."""
     from scipy import stats
 
     quantile = stats.t.ppf((1 + CONFIDENCE) / 2, len(values) - 1)

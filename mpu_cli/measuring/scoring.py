@@ -59,9 +59,12 @@ class Pack:
         path: list[int] = []
         if self.items:
             before = self.items[-1].ids[:-1]
-            alike = zip(before, ids, strict=False)
-            same = next((i for i, (a, b) in enumerate(alike) if a != b), min(len(before), len(ids)))
-            path = self.paths[-1][:same]
+            shared = 0
+            for token, other in zip(ids, before, strict=False):
+                if token != other:
+                    break
+                shared += 1
+            path = self.paths[-1][:shared]
         self.items.append(item)
         self.prefix_lengths.append(len(path))
         self.depths += range(len(path), len(ids))
@@ -87,6 +90,7 @@ class TreeAttention:
 
     def __init__(self, pack: Pack, rows: int, device: torch.device):
         fresh = [i for i, path in enumerate(pack.paths) if len(path) > pack.prefix_lengths[i]]
+        # Items with about as many new tokens go into one part, so that little of it is padding.
         fresh.sort(key=lambda i: (len(pack.paths[i]) - pack.prefix_lengths[i], len(pack.paths[i])))
         self._parts: list[_Part] = []
         order: list[torch.Tensor] = []  # of the tokens, as the parts give them back
@@ -325,8 +329,10 @@ class _Pass:
         vocabulary = self.states.shape[1] if head is None else vocabulary_of(head)
         sizes = [len(item.labels) for item in self.items]
         fully = [_key(item) in request.fully for item in self.items]
-        of_items = torch.tensor([[*chain(*self.rows)], [*chain(*(item.labels for item in self.items))]]).T
-        pairs, places = torch.unique(of_items, dim=0, return_inverse=True)  # (pairs, 2): rows and labels
+        all_rows = [row for item_rows in self.rows for row in item_rows]
+        all_labels = [label for item in self.items for label in item.labels]
+        row_labels = torch.tensor([all_rows, all_labels]).T
+        pairs, places = torch.unique(row_labels, dim=0, return_inverse=True)  # (pairs, 2): rows and labels
         needed = torch.zeros(len(pairs), dtype=torch.bool)
         needed[places[torch.tensor(fully).repeat_interleave(torch.tensor(sizes))]] = True
         order = needed.logical_not().int().argsort(stable=True)  # those of which more than losses is needed come first
@@ -338,6 +344,7 @@ class _Pass:
         losses, details = [], []
         for chunk in (*_chunks(0, count, step), *_chunks(count, len(pairs), step)):
             logits, target = _columns(head, self.states[rows[chunk]]), targets[chunk]
+            # The suite's losses come from the strided vocabulary axis; everything else from the contiguous one.
             if request.follows_suite:
                 losses.append(cross_entropy(logits[None], target[None], reduction="none")[0])
             if chunk.start < count or not request.follows_suite:
@@ -346,11 +353,13 @@ class _Pass:
                 losses.append(cross_entropy(logits, target, reduction="none"))
             if chunk.start < count:
                 details.append(_details(logits, target, request.moments))
-        loss, *detail_columns = (torch.cat([*column]).cpu() for column in (losses, *zip(*details, strict=True)))
-        return [
-            TokenScores(loss[indices], *(column[indices] for column in detail_columns if full))
-            for indices, full in zip(places.split(sizes), fully, strict=True)
-        ]
+        loss = torch.cat(losses).cpu()
+        detail_columns = [torch.cat(column).cpu() for column in zip(*details, strict=True)]
+        scores = []
+        for indices, full in zip(places.split(sizes), fully, strict=True):
+            item_details = [column[indices] for column in detail_columns] if full else []
+            scores.append(TokenScores(loss[indices], *item_details))
+        return scores
 
 
 def _chunks(begin: int, end: int, step: int) -> Iterator[slice]:
@@ -435,10 +444,11 @@ def _can_pack(model: PreTrainedModel, head: Head | None, items: Sequence[Item]) 
     Models with recurrent states or an attention of their own cannot: it has to be torch's, through transformers' table,
     and take positions, and no indexer may read its mask to choose keys.
     """
-    positions, text = "position_ids" in inspect.signature(model.forward).parameters, model.get_decoder()
-    indexed = getattr(text.config, "index_topk", None) is not None
+    text = model.get_decoder()
+    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+    has_indexer = getattr(text.config, "index_topk", None) is not None
     replaceable = text.config._attn_implementation == "sdpa" and text._can_set_attn_implementation()
-    if indexed or not (positions and replaceable):
+    if has_indexer or not (takes_positions and replaceable):
         return False
     ordered = sorted(items, key=lambda item: item.ids)
     longest = max(range(len(ordered)), key=lambda i: len(ordered[i].ids))
@@ -487,10 +497,10 @@ def _states_of(model: PreTrainedModel, head: Head | None, items: Sequence[Item])
     states = output.logits if head is None else read[0]
     length = states.shape[1]
     left_out = ids.shape[1] - length
-    rows = [
-        range(i * length + item.start - 1 - left_out, i * length + len(item.ids) - 1 - left_out)
-        for i, item in enumerate(items)
-    ]
+    rows = []
+    for i, item in enumerate(items):
+        first = i * length - left_out  # the row of the item's first token, if all were kept
+        rows.append(range(first + item.start - 1, first + len(item.ids) - 1))
     return _Pass(items, states.flatten(0, 1), rows)
 
 

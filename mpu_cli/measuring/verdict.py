@@ -173,9 +173,10 @@ class Verdict:
             return SHORTER_STEP_FACTOR
         if self.is_forgotten is not False or self.is_unsure or self.kept is None or not self.left.estimate < 1:
             return None
+        # The step for which left^(step²) is max_left, in tenths.
         step = math.ceil(10 * math.sqrt(math.log(self.max_left) / math.log(self.left.estimate))) / 10
-        is_kept = 1 - step * (1 - self.kept.estimate) >= self.min_kept
-        return step if step <= MAX_STEP_FACTOR and is_kept else None
+        would_be_kept = 1 - step * (1 - self.kept.estimate)
+        return step if step <= MAX_STEP_FACTOR and would_be_kept >= self.min_kept else None
 
     @property
     def needs_another_round(self) -> bool:
@@ -267,7 +268,9 @@ def _interval(
 
     if records < 2:
         return Share(round_share(_cut(estimate)), -WIDEST, WIDEST)
-    samples = [np.arange(records)] + ([np.arange(strangers)] if strangers > 1 else [])  # scipy needs two of each
+    samples = [np.arange(records)]
+    if strangers > 1:  # scipy resamples two or more; fewer are taken as they are
+        samples.append(np.arange(strangers))
     all_strangers = range(strangers)
     interval = bootstrap(
         samples, lambda drawn, drawn_strangers=all_strangers: _cut(statistic(drawn, drawn_strangers)),

@@ -45,7 +45,7 @@ def device_of(name: str) -> torch.device:
 def tell_accelerate(device: torch.device) -> None:
     """Make accelerate, which looks for a device itself, use ``device``; before it is asked for anything.
 
-    What an earlier training in this process was told is taken back.
+    This replaces what an earlier training in this process set.
     """
     if device.type not in ("cpu", "cuda") or device.index is not None:
         os.environ[ACCELERATE] = str(device)

@@ -67,7 +67,9 @@ def names_of(axis: Axis) -> tuple[str, ...]:
     """The names that an axis is made of."""
     if isinstance(axis, tuple):
         return axis
-    return (axis,) if isinstance(axis, str) else (axis.name,) if isinstance(axis, Repeated) else axis.names
+    if isinstance(axis, str):
+        return (axis,)
+    return (axis.name,) if isinstance(axis, Repeated) else axis.names
 
 
 FFN_AXES = ("ffn", "gate", "up")
@@ -280,8 +282,10 @@ def symmetries_of_layer(name: str, layer: Structure) -> tuple[Symmetry, ...]:
     elif layer.attention:
         symmetries += _attention(chosen, layer)
     if chosen.beyond_paper:  # of the experts of a mixture, and of state spaces: orders only
-        symmetries += [ExpertPermutation(EXPERTS, layer.groups)] if layer.groups else []
-        symmetries += [*layer.grouped, *(Permutation(axis, (axis,)) for axis in layer.ordered)]
+        if layer.groups:
+            symmetries.append(ExpertPermutation(EXPERTS, layer.groups))
+        symmetries += layer.grouped
+        symmetries += [Permutation(axis, (axis,)) for axis in layer.ordered]
     return tuple(symmetries)
 
 
@@ -294,8 +298,7 @@ def _attention(chosen: SymmetrySet, layer: Structure) -> tuple[Symmetry, ...]:
     planes, rotary, norm = (layer.planes if layer.rotary else None), layer.rotary, layer.norm
     heads = (HEADS,) if chosen.beyond_paper and layer.movable else ()
     if layer.keys_are_values:
-        turns_of_all = QuarterTurns("qk", (*QK, "mixed"), planes, rotary, norm)
-        return (turns_of_all, *((HEADS,) if chosen.beyond_paper else ()))
+        return (QuarterTurns("qk", (*QK, "mixed"), planes, rotary, norm), *heads)
     if not chosen.beyond_paper and not norm and not layer.elementwise:
         return (Rotation("attention", ATTENTION, planes, rotary),)
     only_turns = bool(norm) or chosen.quarter_turns or not chosen.beyond_paper
@@ -313,7 +316,9 @@ def symmetries_of_model(name: str, rms_norm: bool, channels: bool = False) -> tu
         return ()
     signs = name in ("signed", EVERY)
     residual = Permutation("residual", MODEL_AXES, ("model",) if rms_norm and signs else ())
-    return (residual, Permutation("channels", CHANNELS, ("channel",) if signs else ())) if channels else (residual,)
+    if not channels:
+        return (residual,)
+    return residual, Permutation("channels", CHANNELS, ("channel",) if signs else ())
 
 
 Config = Mapping[str, Any]
@@ -409,8 +414,10 @@ def as_in_memory(family: Family) -> Family:
 
 def variants_of(family: Family) -> tuple[Family, ...]:
     """``family``, and its table by each of the other names that files may have."""
+    if not family.renamed:
+        return (family,)
     in_files = tuple((in_memory, in_file) for in_file, in_memory in family.renamed)
-    return (family, as_in_memory(family), _with_renamed_prefixes(family, in_files)) if family.renamed else (family,)
+    return family, as_in_memory(family), _with_renamed_prefixes(family, in_files)
 
 
 def _with_renamed_prefixes(family: Family, prefixes: tuple[tuple[str, str], ...]) -> Family:

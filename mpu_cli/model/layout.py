@@ -51,38 +51,42 @@ def with_defaults(family: Family, config: Mapping[str, object]) -> dict[str, obj
     """``config`` with the family's defaults, and with what newer configs keep under rope_parameters."""
     entries = {name: value for name, value in config.items() if value is not None}
     if family.text_config and isinstance(text := config.get(family.text_config), dict):
+        # Not tie_word_embeddings: that of the whole stays, and _is_tied reads the text's itself.
         text_entries = {
             name: value for name, value in text.items() if value is not None and name != "tie_word_embeddings"
         }
         entries = {**entries, **text_entries, "model_type": config["model_type"]}
+    defaults = dict(family.defaults)
     rope = entries.get("rope_parameters")
-    inner = (
-        {name: value for name, value in rope.items() if not isinstance(value, dict)} if isinstance(rope, dict) else {}
-    )
-    return {**family.defaults, **inner, **entries}
+    if isinstance(rope, dict):  # tables in it are for layers of one type
+        defaults |= {name: value for name, value in rope.items() if not isinstance(value, dict)}
+    return {**defaults, **entries}
 
 
 def structure_of(family: Family, config: Config, sizes: Mapping[str, int], layer: int, where: str) -> Structure:
     d = sizes["head_dim"]
-    planes = family.planes
-    rotary = (
-        0 if planes is None else d if family.rotary is None else int(family.rotary({**config, "head_dim": d}, layer))
-    )
+    rotary = 0
+    if family.planes is not None:
+        # Rules read the size of a head from the config, which need not have it.
+        rotary = d if family.rotary is None else int(family.rotary({**config, "head_dim": d}, layer))
     if not 0 <= rotary <= d or rotary % 2:
         raise MpuError(
             f"{where}: RoPE over {rotary} of a head's {d} coordinates does not divide into planes (config.json)"
         )
-    axes = {
-        name
-        for tensor in family.layer_tensors
-        if tensor_exists(tensor, config, layer)
-        for axis in tensor.axes
-        for name in names_of(axis)
-    }
+    axes: set[str] = set()
+    for tensor in family.layer_tensors:
+        if tensor_exists(tensor, config, layer):
+            for axis in tensor.axes:
+                axes.update(names_of(axis))
+    norm = None
+    if "|head|" in axes:
+        norm = "shared"
+    elif "|query|" in axes:
+        norm = "whole"
     return Structure(
-        planes,
+        family.planes,
         rotary,
-        norm="shared" if "|head|" in axes else "whole" if "|query|" in axes else None,
+        norm,
         movable=bool(value_of(family.movable_heads, config, layer)),
         ffns=tuple(Ffn(of, family.gated and f"{of}up" in axes) for of in ("", "s-", "e-") if f"{of}ffn" in axes),
         groups=int(config.get("n_group") or 1) if "e-ffn" in axes else 0,
@@ -120,9 +124,10 @@ def supported_family(config: Mapping[str, object], where: str) -> Family:
             "use the weights as trained, or dequantise them: from_pretrained(…, dtype=torch.bfloat16) and "
             "save_pretrained",
         )
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    entries = {**config, **text} if isinstance(text, dict) else config
+    rope = entries.get("rope_parameters") or entries.get("rope_scaling") or {}
     for key, value in family.unless.items():
-        actual = config.get(key, rope.get(key, value) if isinstance(rope, dict) else value)
+        actual = entries.get(key, rope.get(key, value) if isinstance(rope, dict) else value)
         if actual != value:
             raise MpuError(f"{where}: {model_type} with {key} = {actual!r} is not supported (only {value!r})")
     return family
@@ -159,7 +164,7 @@ def size_of(
 ) -> int | None:
     """A size, from its source; None if the model has no such thing."""
     if callable(source):
-        key, value = size, source({**config, **{f"size:{name}": n for name, n in sizes.items()}}, layer)
+        key, value = size, source(config, layer)
     elif isinstance(source, int):
         key, value = size, source
     else:
@@ -168,7 +173,7 @@ def size_of(
         value = config.get(key)
     if value is None and size == "kv_heads":
         value = sizes["heads"]
-    if value is None and key == "n_inner":
+    if value is None and key == "n_inner":  # GPT-2's, for which transformers assumes this
         value = 4 * sizes["model"]
     if value is None and (size in OPTIONAL or callable(source)):
         return None
@@ -365,18 +370,18 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
     if any("{e}" in t.name for t in layer_tensors) and sizes["experts"] > len(tensors):
         raise MpuError(f"{where}: config.json specifies {sizes['experts']} experts, more than there are tensors")
     expected = _expected_layouts(family, filled, sizes, of_layers, layer_tensors=layer_tensors, here=here)
-    head = next((here(name) for name in family.heads if here(name) in tensors), None)
-    untied = next((here(name) for name in family.heads if here(name) in expected), None)
+    stored_head = next((here(name) for name in family.heads if here(name) in tensors), None)
+    expected_head = next((here(name) for name in family.heads if here(name) in expected), None)
     alias = None
     embedding = next(name for name, tensor in expected.items() if tensor.axes[0] == ("vocab",))
-    if _is_tied(family, config, filled, head):
-        expected.pop(untied or "", None)
-        if head and embedding not in tensors:  # the same tensor by the head's name
-            expected = _with_separate_block(expected, embedding, head)
+    if _is_tied(family, config, filled, stored_head):
+        expected.pop(expected_head or "", None)
+        if stored_head and embedding not in tensors:  # the embedding is stored under the head's name
+            expected = _with_new_name(expected, embedding, stored_head)
         else:
-            alias = head
-    elif untied and head and head != untied:  # the same tensor by the other name, in its place
-        expected = _with_separate_block(expected, untied, head)
+            alias = stored_head
+    elif expected_head and stored_head and stored_head != expected_head:  # the head is stored under its other name
+        expected = _with_new_name(expected, expected_head, stored_head)
     constants = _check_names(family, expected, tensors, alias, where)
     for name, layout in expected.items():
         shape = _shape(layout, sizes, of_layers)
@@ -417,8 +422,9 @@ def _expected_layouts(
             return
         own_sizes = sizes if layer is None else of_layers[layer]
         axes, chunks = zip(*(_names_and_chunks(axis, own_sizes) for axis in tensor.axes), strict=True)
-        for e in range(sizes["experts"]) if "{e}" in tensor.name else (None,):
-            name = here(prefix + (tensor.name if e is None else tensor.name.replace("{e}", str(e))))
+        experts: Iterable[int | None] = range(sizes["experts"]) if "{e}" in tensor.name else (None,)
+        for e in experts:
+            name = here(prefix + tensor.name.replace("{e}", str(e)))
             block_name = name if block is None or not tensor.trained else here(block)
             expected[name] = TensorLayout(
                 name, axes, layer, block=block_name, constant=not tensor.trained, chunks=chunks, expert=e
@@ -448,12 +454,11 @@ def _check_names(
     constants = [n for n in tensors if n not in expected and (n.endswith(ends) or n.startswith(begins))]
     unknown = set(tensors) - set(expected) - set(constants) - {alias}
     if missing := set(expected) - set(tensors):
-        raise MpuError(
-            f"{where}: the weights lack {quoted_list(missing)}, which config.json requires",
-            f"they have {quoted_list(unknown)}: if transformers loads them, its save_pretrained gives the usual names"
-            if unknown
-            else None,
-        )
+        hint = None
+        if unknown:
+            names = quoted_list(unknown)
+            hint = f"they have {names}: if transformers loads them, its save_pretrained gives the usual names"
+        raise MpuError(f"{where}: the weights lack {quoted_list(missing)}, which config.json requires", hint)
     if unknown:
         raise MpuError(f"{where}: the weights contain {quoted_list(unknown)}, which config.json does not describe")
     return constants
@@ -473,11 +478,15 @@ def axis_length(sizes: Mapping[str, int], axis: str) -> int:
     return sizes[_LENGTHS.get(axis, axis)]
 
 
-def _with_separate_block(expected: Mapping[str, TensorLayout], before: str, name: str) -> dict[str, TensorLayout]:
-    """``expected``, in which the tensor ``before`` is a block of its own, called ``name``."""
-    tensor = expected[before]
-    fresh = replace(tensor, name=name, block=name)
-    return {name if each == before else each: fresh if each == before else layout for each, layout in expected.items()}
+def _with_new_name(expected: Mapping[str, TensorLayout], old: str, new: str) -> dict[str, TensorLayout]:
+    """``expected``, with the tensor ``old`` called ``new``, in its place; it is a block of its own."""
+    renamed: dict[str, TensorLayout] = {}
+    for name, tensor in expected.items():
+        if name == old:
+            renamed[new] = replace(tensor, name=new, block=new)
+        else:
+            renamed[name] = tensor
+    return renamed
 
 
 def _is_tied(family: Family, config: Mapping[str, object], filled: Config, head: str | None) -> bool:
@@ -485,8 +494,10 @@ def _is_tied(family: Family, config: Mapping[str, object], filled: Config, head:
     text = config.get(family.text_config) if family.text_config else None
     if not isinstance(text, dict):
         return bool(filled.get("tie_word_embeddings"))
-    of_text = text.get("tie_word_embeddings")
-    if "text" in family.ties and (family.text_tied if of_text is None else of_text):
+    text_tied = text.get("tie_word_embeddings")
+    if text_tied is None:
+        text_tied = family.text_tied
+    if "text" in family.ties and text_tied:
         return True
     if "outer" not in family.ties:
         return False
@@ -497,19 +508,22 @@ def _is_tied(family: Family, config: Mapping[str, object], filled: Config, head:
 def _names_and_chunks(axis: Axis, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
     if isinstance(axis, Fused):
         return axis.names, axis.chunks if isinstance(axis.chunks, int) else sizes[axis.chunks]
-    return names_of(axis) * (sizes[axis.times] if isinstance(axis, Repeated) else 1), 1
+    if isinstance(axis, Repeated):
+        return (axis.name,) * sizes[axis.times], 1
+    return names_of(axis), 1
 
 
 def _arranged(family: Family, layers: int, tensors: Collection[str]) -> list[Tensor]:
     """The tensors of a layer as these files hold them: as the Hub's do, unless only memory's names are there."""
 
-    def there(arranged: Iterable[Tensor]) -> bool:
-        markers = [tensor.name.replace("{e}", "0") for tensor in arranged]
-        full = {family.layer.format(i=i) + marker for i in range(layers) for marker in markers}
-        return not full.isdisjoint(tensors) or any(name.removeprefix(family.prefix) in tensors for name in full)
+    def are_stored(arranged: Iterable[Tensor]) -> bool:
+        suffixes = [tensor.name.replace("{e}", "0") for tensor in arranged]
+        names = {family.layer.format(i=i) + suffix for i in range(layers) for suffix in suffixes}
+        return not names.isdisjoint(tensors) or any(name.removeprefix(family.prefix) in tensors for name in names)
 
-    stacked = [tensor for tensor in family.layer_tensors if tensor.parts]
-    if there(stacked) and not there(part for tensor in stacked for part in tensor.in_files()):
+    in_memory = [tensor for tensor in family.layer_tensors if tensor.parts]
+    in_files = [part for tensor in in_memory for part in tensor.in_files()]
+    if are_stored(in_memory) and not are_stored(in_files):
         return list(family.layer_tensors)
     return [part for tensor in family.layer_tensors for part in tensor.in_files()]
 
@@ -536,18 +550,19 @@ def without_layers(layout: Layout, omitted: Sequence[int]) -> Shallow:
     if not remaining_layers:
         raise UsageError("--omit-layers: none of the model's layers is left", "leave out fewer")
     prefix = layout.family.layer.removeprefix(layout.family.prefix) if layout.bare else layout.family.layer
-    new = {prefix.format(i=layer): prefix.format(i=i) for i, layer in enumerate(remaining_layers)}
-    gone = tuple(prefix.format(i=layer) for layer in omitted)
+    new_prefixes = {prefix.format(i=layer): prefix.format(i=i) for i, layer in enumerate(remaining_layers)}
+    omitted_prefixes = tuple(prefix.format(i=layer) for layer in omitted)
     names: dict[str, str] = {}
     tensors: dict[str, TensorLayout] = {}
     for name, tensor in layout.tensors.items():
-        if name.startswith(gone):
+        if name.startswith(omitted_prefixes):
             continue
-        old = next((old for old in new if name.startswith(old)), "")
-        names[name] = new_name = new.get(old, "") + name.removeprefix(old)
+        old = next((old for old in new_prefixes if name.startswith(old)), "")
+        new = new_prefixes.get(old, "")
+        names[name] = new_name = new + name.removeprefix(old)
         block = new_name
         if tensor.block != name:  # the layer, which is called as its prefix is, without the dot
-            block = (new.get(old, "") + f"{tensor.block}.".removeprefix(old)).removesuffix(".")
+            block = (new + f"{tensor.block}.".removeprefix(old)).removesuffix(".")
         layer = None if tensor.layer is None else remaining_layers.index(tensor.layer)
         tensors[new_name] = replace(tensor, name=new_name, block=block, layer=layer)
     shallow = replace(

@@ -82,8 +82,11 @@ Value = TypeVar("Value")
 
 
 def letting_go(work: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
-    """``work``, after which the memory of its models is free, on the device too. Training leaves circles of objects,
-    which would live on into whatever is loaded next. Small models may: collecting takes up to a second."""
+    """``work``, after which the memory of its models is free, on the device too.
+
+    Training leaves reference cycles, which would keep a model alive while the next is loaded. Small models may stay:
+    collecting takes up to a second.
+    """
 
     @wraps(work)
     def wrapper(*arguments: Arguments.args, **named: Arguments.kwargs) -> Value:
@@ -114,9 +117,9 @@ def _skeleton(folder: Path, checkpoint: Checkpoint) -> PreTrainedModel:
     return model
 
 
-def _without_data(config: PretrainedConfig, **ways: Any) -> PreTrainedModel:
+def _without_data(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
     with torch.device("meta"):
-        return build(config, **ways)
+        return build(config, **options)
 
 
 def _untie(config: PretrainedConfig) -> None:
@@ -126,8 +129,8 @@ def _untie(config: PretrainedConfig) -> None:
 
 
 def _attention(config: PretrainedConfig, attention: str) -> str | dict[str, str]:
-    """The attention that was ``attention`` for, or "eager" for a model that has no sdpa; only of the language model, if
-    others surround it, which may have no such kernel."""
+    """``attention``, or "eager" for a model without sdpa. Around a language model there may be others without such a
+    kernel: then it is only set for the language model."""
     if (text := config.get_text_config()) is not config:
         return {name: attention for name in config.sub_configs if getattr(config, name) is text}
     network = concrete(config)
@@ -182,12 +185,13 @@ def load(
         with blaming(f"{source.source}: transformers cannot load it"):
             bare = _skeleton(folder, source.checkpoint)
             check_size(bare, source)
-            ways: dict[str, Any] = {}
+            quantization: dict[str, Any] = {}
             if quantize:
-                ways = {"quantization_config": in_4_bits(bare, dtype), "device_map": {"": str(torch_device)}}
-            model, tokenizer, info = _load(folder, dtype, attention, ways, tied=bool(bare.all_tied_weights_keys))
-        if made_up := {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}:
-            raise MpuError(f"{source.source}: the weights do not match config.json ({quoted_list(made_up)})")
+                quantization = {"quantization_config": in_4_bits(bare, dtype), "device_map": {"": str(torch_device)}}
+            tied = bool(bare.all_tied_weights_keys)
+            model, tokenizer, info = _load(folder, dtype, attention, quantization, tied=tied)
+        if unmatched := {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}:
+            raise MpuError(f"{source.source}: the weights do not match config.json ({quoted_list(unmatched)})")
         if has_weights():
             check_is(model, source.checkpoint)
     _LOADED.add(model)
@@ -195,7 +199,8 @@ def load(
     if quantize:
         settle(model)
         return model, tokenizer
-    if dtype == torch.float64:  # which some routers, made in float32, are not
+    if dtype == torch.float64:
+        # transformers makes some routers in float32, whatever the dtype.
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
     if has_weights():
@@ -210,7 +215,7 @@ def load(
 
 
 def _load(
-    folder: Path, dtype: torch.dtype, attention: str, quantization_kwargs: dict[str, Any], *, tied: bool
+    folder: Path, dtype: torch.dtype, attention: str, quantization: dict[str, Any], *, tied: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, dict[str, Any]]:
     tokenizer = load_staged_tokenizer(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
@@ -220,17 +225,17 @@ def _load(
         for name, rate in vars(part).items():
             if rate and name.endswith(("dropout", "pdrop", "dropout_prob", "layerdrop")):
                 setattr(part, name, 0 * rate)  # an int where the field is one
-    ways = {
+    options = {
         "dtype": dtype, "attn_implementation": _attention(config, attention),
-        "experts_implementation": _experts(config, dtype), **quantization_kwargs,
+        "experts_implementation": _experts(config, dtype), **quantization,
     }  # fmt: skip
     if has_weights():
         model, info = network_of(config).from_pretrained(
             folder, config=config, use_safetensors=True, output_loading_info=True, local_files_only=True,
-            trust_remote_code=False, **ways,
+            trust_remote_code=False, **options,
         )  # fmt: skip
         return model, tokenizer, info
-    model = _without_data(config, **ways)
+    model = _without_data(config, **options)
     model.to_empty(device="cpu")  # memory that the system gives no pages to until something is written
     return model, tokenizer, {"missing_keys": (), "mismatched_keys": ()}
 
@@ -239,6 +244,7 @@ def _without_jitter(model: PreTrainedModel) -> None:
     """Let modules that have noise for training, such as routers that draw experts, work as they do outside it."""
     for module in model.modules():
         if any(name.endswith("jitter_noise") for name in vars(module)):
+            # Before each pass, because train() sets the flag of all modules again.
             module.register_forward_pre_hook(_leave_training)
 
 
@@ -267,15 +273,15 @@ def check_is(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         file_tensor = checkpoint.tensor(name)
         if file_tensor.shape != shape_of(view):
             raise MpuError(f"{checkpoint.path}: {name!r} has another shape than the model that was loaded")
-        if file_tensor.numel() and not _is_of(view, file_tensor, draw):
+        if file_tensor.numel() and not _has_values_of(view, file_tensor, draw):
             raise MpuError(
                 f"{checkpoint.path}: what was loaded as {name!r} differs from this file",
                 "let nothing else write there, and try again",
             )
 
 
-def _is_of(view: torch.Tensor, file_tensor: torch.Tensor, draw: torch.Generator) -> bool:
-    """Whether a parameter or buffer has the values of the tensor ``file_tensor``, rounded as it is kept."""
+def _has_values_of(view: torch.Tensor, file_tensor: torch.Tensor, draw: torch.Generator) -> bool:
+    """Whether a parameter or buffer has the values of the tensor ``file_tensor``, rounded to its own dtype."""
     if is_quantized(view):
         return is_rounding_of(view, file_tensor, draw)
     if not view.is_floating_point():
@@ -327,8 +333,10 @@ def longest_independent_input(model: PreTrainedModel) -> int | None:
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         settings = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
-        for layers, kind in kinds.items() if isinstance(kinds, dict) else [(None, kinds)]:
-            table = settings.get(layers, {}) if layers else settings
+        if not isinstance(kinds, dict):  # else by the type of layers
+            kinds = {None: kinds}
+        for layer_type, kind in kinds.items():
+            table = settings.get(layer_type, {}) if layer_type else settings
             if kind == "longrope":
                 limits.append(table["original_max_position_embeddings"])
             elif kind is not None and "dynamic" in kind:

@@ -1,4 +1,4 @@
-"""Which of transformers' classes a model is made with."""
+"""Models of transformers at work: their classes and layers, attention, logits in chunks, and how likely answers are."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ def concrete(config: PretrainedConfig) -> Any:
     return images or transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
 
 
-def build(config: PretrainedConfig, **ways: Any) -> PreTrainedModel:
-    """A model as ``config`` describes it, with weights that transformers makes up."""
-    return network_of(config).from_config(config, trust_remote_code=False, **ways)
+def build(config: PretrainedConfig, **options: Any) -> PreTrainedModel:
+    """A model as ``config`` describes it, with weights that transformers makes up; ``options`` are those of
+    ``from_config``."""
+    return network_of(config).from_config(config, trust_remote_code=False, **options)
 
 
 def config_of(entries: Mapping[str, Any]) -> PretrainedConfig:
@@ -98,11 +99,11 @@ def repeat_keys_where_faster() -> None:
     """Replace, once, transformers' decision whether keys and values may stay one for several query heads: only where
     fast kernels take them so.
 
-    Outside of half precision only CUDA's kernel that keeps all attention scores does: 15.6 instead of 7.0 GB a record
-    of 2,048 tokens at 1B. So they are repeated there.
+    Outside of half precision, the only CUDA kernel that does keeps all attention scores, which takes 15.6 instead of
+    7.0 GB for a record of 2,048 tokens at 1B. So they are repeated there.
     """
     original = sdpa_attention.use_gqa_in_sdpa
-    if hasattr(original, "__wrapped__"):
+    if hasattr(original, "__wrapped__"):  # replaced before
         return
 
     @wraps(original)
@@ -122,11 +123,11 @@ def check_same_tokens(model: Model, copy: Path, lost: str) -> None:
     one in the folder of ``model`` on a text of all words in the vocabulary. If there is none, nothing is compared.
     """
     transformers.logging.set_verbosity_error()
-    tokenizer, other = _tokenizer(model.folder), _tokenizer(copy)
+    tokenizer, copy_tokenizer = _tokenizer(model.folder), _tokenizer(copy)
     if tokenizer is None:
         return
     texts = words_of(tokenizer)
-    if other is None or other(texts).input_ids != tokenizer(texts).input_ids:
+    if copy_tokenizer is None or copy_tokenizer(texts).input_ids != tokenizer(texts).input_ids:
         raise MpuError(
             f"{model.folder}: its copies would have other tokens, because they do not get {lost}",
             "load the tokenizer with transformers and save it again, as a tokenizer.json that says everything",
@@ -179,6 +180,7 @@ class Logits:
 
     def log_probs(self, targets: torch.Tensor) -> torch.Tensor:
         """log p of each token's target: (tokens,)."""
+        # Not a subclass of Linear, which may compute anything else with its weight.
         if type(self.head) is torch.nn.Linear:
             return _LogProbs.apply(self.states, self.head.weight, self.head.bias, targets)
         return self.per_token(
@@ -192,9 +194,9 @@ class Logits:
 
         ``columns`` have a row for each token. No gradient goes through the logits of ``frozen``.
         """
-        more = () if frozen is None else (frozen.states,)
+        frozen_states = () if frozen is None else (frozen.states,)
 
-        def part(states: torch.Tensor, *chunk_columns: torch.Tensor) -> torch.Tensor:
+        def compute_chunk(states: torch.Tensor, *chunk_columns: torch.Tensor) -> torch.Tensor:
             if frozen is not None:
                 with torch.no_grad():
                     chunk_columns = (*chunk_columns[:-1], Logits(chunk_columns[-1], frozen.head).whole())
@@ -202,16 +204,18 @@ class Logits:
 
         step = len(self) if self.head is None else chunk_of(vocabulary_of(self.head))
         if len(self) <= step:
-            return part(self.states, *columns, *more)
-        chunks = zip(*(column.split(step) for column in (self.states, *columns, *more)), strict=True)
+            return compute_chunk(self.states, *columns, *frozen_states)
+        chunks = zip(*(column.split(step) for column in (self.states, *columns, *frozen_states)), strict=True)
         if not torch.is_grad_enabled():
-            return torch.cat([part(*chunk) for chunk in chunks])
-        return torch.cat(
-            [
-                checkpoint(part, *chunk, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
-                for chunk in chunks
-            ]
-        )
+            return torch.cat([compute_chunk(*chunk) for chunk in chunks])
+        outputs = []
+        for chunk in chunks:
+            # Nothing in a chunk is random, so the backward pass needs no state of generators to compute it again.
+            output = checkpoint(
+                compute_chunk, *chunk, use_reentrant=False, preserve_rng_state=False, determinism_check="none"
+            )
+            outputs.append(output)
+        return torch.cat(outputs)
 
 
 def vocabulary_of(head: Head) -> int:
@@ -258,10 +262,11 @@ class _LogProbs(torch.autograd.Function):
             logits = None
             logits = _wide(linear(states[part], weight, bias)) if ctx.chunk_logits is None else ctx.chunk_logits
             ctx.chunk_logits = None
-            rate, chunk_targets = gradient[part, None], targets[part, None]
-            logits.sub_(normalisers[part, None]).exp_().mul_(-rate)
+            chunk_gradient, chunk_targets = gradient[part, None], targets[part, None]
+            # ∂ log p(target) / ∂ logits = onehot(target) − softmax(logits)
+            logits.sub_(normalisers[part, None]).exp_().mul_(-chunk_gradient)
             # On a GPU, adding in place has no deterministic form; writing has.
-            logits.scatter_(1, chunk_targets, logits.gather(1, chunk_targets) + rate)
+            logits.scatter_(1, chunk_targets, logits.gather(1, chunk_targets) + chunk_gradient)
             logits = logits.to(weight.dtype)
             if of_states is not None:
                 of_states[part] = logits @ weight

@@ -113,6 +113,7 @@ def joined_axis_map(parts: Sequence[AxisMap | None], lengths: Sequence[int], chu
     rotation = torch.cat(rotations) if unit > 1 else None
     joined_signs = torch.cat(signs) if any(part.signs is not None for part in part_maps) else None
     if chunks > 1:
+        # From a place in the file to one in the parts, by the map, and back to a place in the file.
         places = coordinates(lengths, chunks)
         order = AxisMap(places).places[order[places]]
         rotation = None if rotation is None else rotation[places[::unit] // unit]  # rotated heads lie in one piece
@@ -190,22 +191,18 @@ class _Sampler:
     def maps(self) -> Maps:
         """One map for each axis that changes."""
         orders, d = dict(self._orders), self._sizes["head_dim"]
-        for axis, order in self._heads.items():
+        for head_axis, order in self._heads.items():
             moved = whole_heads(order, d)
-            for each in filter(None, (axis, OF_AXIS.get(axis))):
-                orders[each] = orders[each][moved] if each in orders else moved
+            axes = (head_axis, OF_AXIS[head_axis]) if head_axis in OF_AXIS else (head_axis,)
+            for axis in axes:
+                orders[axis] = orders[axis][moved] if axis in orders else moved
         if "query" in self._heads:
             orders["head"] = self._heads["query"]
-        return (
-            self._inside_experts
-            | self._complete_maps
-            | {
-                axis: AxisMap(
-                    orders.get(axis, torch.arange(self._length(axis))), self._rotations.get(axis), self._signs.get(axis)
-                )
-                for axis in orders.keys() | self._rotations.keys()
-            }
-        )
+        maps: dict[str, AxisMap | tuple[AxisMap, ...]] = {**self._inside_experts, **self._complete_maps}
+        for axis in orders.keys() | self._rotations.keys():
+            order = orders.get(axis, torch.arange(self._length(axis)))
+            maps[axis] = AxisMap(order, self._rotations.get(axis), self._signs.get(axis))
+        return maps
 
     def draw(self, symmetry: Symmetry, source: Stream) -> None:
         """Draw ``symmetry``, and keep what it does to its axes."""
@@ -249,7 +246,7 @@ class _Sampler:
             case GroupedHeads():
                 self._draw_grouped_heads(symmetry, source)
             case _:
-                raise TypeError(f"{symmetry}: no symmetry")
+                raise TypeError(f"{symmetry}: not a symmetry")
 
     def _draw_latent_heads(self, symmetry: LatentHeads, source: Stream) -> None:
         heads = self._sizes["heads"]
@@ -259,8 +256,7 @@ class _Sampler:
         drawn = {}
         for name, count, d, planes in kinds:
             if symmetry.turns:
-                turns = QuarterTurns(name, (), planes, None if planes else 0)
-                drawn[name] = _as_matrices(*_quarter_turns(source, count, d, turns))
+                drawn[name] = _as_matrices(*_quarter_turns(source, count, d, QuarterTurns(name, (), planes)))
             else:
                 drawn[name] = _rotations(source, count, d, Rotation(name, (), planes))
         turned_alike = drawn["turned"].expand(heads, -1, -1)
@@ -303,11 +299,13 @@ def _within_groups(source: Stream, order: torch.Tensor, size: int) -> torch.Tens
 
 def _inside_experts(symmetry: Permutation, source: Stream, n: int, experts: int) -> dict[str, tuple[AxisMap, ...]]:
     """For each axis inside experts, the map for each expert."""
-    each = [(source.permutation(n), _signs(source, n) if symmetry.signed else None) for _ in range(experts)]
-    return {
-        axis: tuple(AxisMap(order, signs=signs if axis in symmetry.signed else None) for order, signs in each)
-        for axis in symmetry.axes
-    }
+    maps: dict[str, list[AxisMap]] = {axis: [] for axis in symmetry.axes}
+    for _ in range(experts):
+        order = source.permutation(n)
+        signs = _signs(source, n) if symmetry.signed else None
+        for axis in symmetry.axes:
+            maps[axis].append(AxisMap(order, signs=signs if axis in symmetry.signed else None))
+    return {axis: tuple(of_experts) for axis, of_experts in maps.items()}
 
 
 def _as_matrices(orders: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
@@ -327,11 +325,11 @@ def as_signs(matrices: torch.Tensor, moved: torch.Tensor) -> AxisMap:
     return AxisMap(inside[moved], signs=signs)
 
 
-def side_by_side(upper: torch.Tensor, two: torch.Tensor) -> torch.Tensor:
-    """Block-diagonal matrices of ``upper``, (heads, a, a), and ``two``, (heads, b, b): (heads, a + b, a + b)."""
-    a, b = upper.shape[-1], two.shape[-1]
+def side_by_side(upper: torch.Tensor, lower: torch.Tensor) -> torch.Tensor:
+    """Block-diagonal matrices of ``upper``, (heads, a, a), and ``lower``, (heads, b, b): (heads, a + b, a + b)."""
+    a, b = upper.shape[-1], lower.shape[-1]
     matrices = torch.zeros(len(upper), a + b, a + b, dtype=torch.float64)
-    matrices[:, :a, :a], matrices[:, a:, a:] = upper, two
+    matrices[:, :a, :a], matrices[:, a:, a:] = upper, lower
     return matrices
 
 
@@ -349,17 +347,24 @@ def planes_of(kind: str, rotary: int) -> tuple[torch.Tensor, torch.Tensor]:
 def plane_matrices(angle: torch.Tensor, kind: str = "halves") -> torch.Tensor:
     """Matrices (heads, r, r) that rotate each plane by its ``angle``, shape (heads, r/2)."""
     heads, half = angle.shape
-    x_index, two = planes_of(kind, 2 * half)
+    x, y = planes_of(kind, 2 * half)
     matrices = torch.zeros(heads, 2 * half, 2 * half, dtype=angle.dtype)
-    matrices[:, x_index, x_index] = matrices[:, two, two] = angle.cos()
-    matrices[:, two, x_index] = angle.sin()
-    matrices[:, x_index, two] = -angle.sin()
+    matrices[:, x, x] = matrices[:, y, y] = angle.cos()
+    matrices[:, y, x] = angle.sin()
+    matrices[:, x, y] = -angle.sin()
     return matrices
+
+
+def _rotary_of(symmetry: Rotation | QuarterTurns, d: int) -> int:
+    """How many coordinates of a head of size ``d`` RoPE turns."""
+    if symmetry.planes is None:
+        return 0
+    return d if symmetry.rotary is None else symmetry.rotary
 
 
 def _rotations(source: Stream, heads: int, d: int, rotation: Rotation) -> torch.Tensor:
     """Uniform angles in the planes of the first coordinates, O() on the rest: (heads, d, d)."""
-    r = 0 if rotation.planes is None else d if rotation.rotary is None else rotation.rotary
+    r = _rotary_of(rotation, d)
     matrices = torch.zeros(heads, d, d, dtype=torch.float64)
     if r:
         assert rotation.planes is not None
@@ -378,7 +383,7 @@ def _signs(source: Stream, n: int) -> torch.Tensor:
 def _quarter_turns(source: Stream, heads: int, d: int, turns: QuarterTurns) -> tuple[torch.Tensor, torch.Tensor]:
     """Order and signs of the coordinates of each head, (heads, d) each: a multiple of 90° in each plane, any signed
     permutation of the rest. Under a norm whose weights all heads share, all have the same order."""
-    r = 0 if turns.planes is None else d if turns.rotary is None else turns.rotary
+    r = _rotary_of(turns, d)
     shared = turns.norm == "shared"
     orders, signs = torch.arange(d).repeat(heads, 1), torch.ones(heads, d)
     if r:
@@ -386,12 +391,12 @@ def _quarter_turns(source: Stream, heads: int, d: int, turns: QuarterTurns) -> t
         quarters = (4 * source.uniform(heads * (r // 2))).long().view(heads, r // 2)
         if shared:  # whether a plane swaps its coordinates, the first head decides
             quarters = quarters - (quarters - quarters[:1]) % 2
-        x_index, two = planes_of(turns.planes, r)
+        x, y = planes_of(turns.planes, r)
         odd = quarters % 2 == 1
-        orders[:, x_index], orders[:, two] = torch.where(odd, two, x_index), torch.where(odd, x_index, two)
+        orders[:, x], orders[:, y] = torch.where(odd, y, x), torch.where(odd, x, y)
         # A turn by 90° takes (x, y) to (−y, x), one by 180° to (−x, −y), one by 270° to (y, −x).
-        signs[:, x_index] = torch.where(quarters % 4 >= 2, -1.0, 1.0)
-        signs[:, two] = torch.where((quarters % 4 == 1) | (quarters % 4 == 2), -1.0, 1.0)
+        signs[:, x] = torch.where(quarters % 4 >= 2, -1.0, 1.0)
+        signs[:, y] = torch.where((quarters % 4 == 1) | (quarters % 4 == 2), -1.0, 1.0)
     if r < d:
         rest = [source.permutation(d - r) for _ in range(1 if shared else heads)]
         orders[:, r:] = r + torch.stack(rest)

@@ -55,7 +55,11 @@ def _config(model: Model, layout: Layout, omitted: Sequence[int]) -> dict[str, o
         inner = None
     section = dict(model_config[inner]) if inner else model_config
     source = layout.family.sizes["layers"]
-    names = (source,) if isinstance(source, str) else tuple(source) if isinstance(source, list | tuple) else ()
+    names: tuple[str, ...] = ()
+    if isinstance(source, str):
+        names = (source,)
+    elif isinstance(source, list | tuple):
+        names = tuple(source)
     counts = {name: count - len(omitted) for name in names if section.get(name) == count}
     if not counts:
         raise UsageError("--omit-layers: the model's config.json does not say how many layers it has")
@@ -67,7 +71,8 @@ def _config(model: Model, layout: Layout, omitted: Sequence[int]) -> dict[str, o
     }
     section |= counts | lists
     if isinstance(by_number := section.get(BY_LAYER), dict):
-        places = {str(layer): str(i) for i, layer in enumerate(k for k in range(count) if k not in omitted)}
+        remaining_layers = [layer for layer in range(count) if layer not in omitted]
+        places = {str(layer): str(i) for i, layer in enumerate(remaining_layers)}
         section[BY_LAYER] = {places[layer]: entries for layer, entries in by_number.items() if layer in places}
     config = {**model_config, inner: section} if inner else section
     if _of_layers(config, inner) != lists:
@@ -86,8 +91,8 @@ def _of_layers(config: Mapping[str, Any], inner: str | None) -> dict[str, list[A
         filled.validate()
     except (StrictDataclassError, ValueError) as error:
         raise MpuError(f"transformers does not take the config ({first_line(error)})") from error
-    entries = vars(getattr(filled, inner) if inner else filled)
-    lists = {
-        name: value for name, value in entries.items() if name.endswith(PER_LAYER) and isinstance(value, list | tuple)
-    }
-    return {name: list(value) for name, value in lists.items() if value}
+    lists: dict[str, list[Any]] = {}
+    for name, value in vars(getattr(filled, inner) if inner else filled).items():
+        if name.endswith(PER_LAYER) and isinstance(value, list | tuple) and value:
+            lists[name] = list(value)
+    return lists

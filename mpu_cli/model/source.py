@@ -163,6 +163,7 @@ def open_model(source: str, config: Path | None = None, *, links: bool = True) -
                 f"{checkpoint.path}: the name of every tensor begins with {prefix}, which no model's does",
                 f"save it with {saved}",
             )
+    # What the user named may be a link, in any case.
     config_links = links or config is not None
     entries = with_numbers(read_json_object(config_path, links=config_links))
     return Model(source, checkpoint, entries, config_path, folder, links=links)
@@ -203,7 +204,7 @@ def write_small_files(model: Model, folder: Path, specs: TensorSpecs, dtype: str
 
     JSON leaves with the names that are known to be harmless, and without words that could be paths.
     """
-    words = [model.config.get(name) for name in DTYPE_ENTRIES]
+    words = [str(model.config.get(name)) for name in DTYPE_ENTRIES]
     word = WORD[dtype] if dtype else next((word for word in words if word in OPTION), _word_of_most(specs))
     write_json(folder / "config.json", {**clean_config(model.config), **dict.fromkeys(DTYPE_ENTRIES, word)})
     for path in model.side_files:
@@ -216,8 +217,8 @@ def write_small_files(model: Model, folder: Path, specs: TensorSpecs, dtype: str
 def carry_small_files(model: Model, folder: Path, dtype: str | None = None) -> list[str]:
     """Put what lies beside the weights of ``model`` into ``folder``, unchanged, for a result, which is its owner's own.
 
-    Only the config's dtype is another if ``dtype`` says so. Returns the names of what is left behind: other kinds of
-    files, large ones, and identities, which are secret.
+    With ``dtype``, the config names that one. Returns the names of what is left behind: other kinds of files, large
+    ones, and identities, which are secret.
     """
     config = read_bounded(model.config_path, LARGEST_JSON)
     if dtype:
@@ -253,9 +254,10 @@ def not_in_copies(model: Model) -> list[str]:
 
 def _beside(model: Model) -> list[PurePath]:
     """The files in the folder of ``model`` that are neither weights nor written anew for what is made of it."""
-    names = (path.relative_to(model.folder) for pattern in ("*", "*/*.jinja") for path in model.folder.glob(pattern))
+    paths = [*model.folder.glob("*"), *model.folder.glob("*/*.jinja")]
+    names = [path.relative_to(model.folder) for path in paths if path.is_file()]
     ignored = (*_WEIGHTS, *_REPLACED, ".*")
-    return sorted(name for name in names if (model.folder / name).is_file() and not _is_one_of(name, ignored))
+    return sorted(name for name in names if not _is_one_of(name, ignored))
 
 
 def _is_one_of(name: PurePath, patterns: Iterable[str]) -> bool:

@@ -31,6 +31,7 @@ from mpu_cli.files.reader import (
     Checkpoint,
     open_checkpoint,
     quoted_list,
+    shard_name,
     short,
 )
 from mpu_cli.files.sandbox import PROCESS
@@ -97,8 +98,13 @@ def config_for_libraries(model: Model) -> dict[str, object]:
     # Tensors without elements cost a file nothing, and the layers that they stand for cost memory and minutes.
     full_tensors = sum(info.elements > 0 for info in model.checkpoint.tensors.values())
     for name, value in _numbers(cleaned):
-        limit = min(full_tensors, MAX_LAYERS) if name in _LAYERS else _LONGEST_CONTEXT
-        if value > limit and (name in _LAYERS or "position" in name or name == "n_ctx"):
+        if name in _LAYERS:
+            limit = min(full_tensors, MAX_LAYERS)
+        elif "position" in name or name == "n_ctx":
+            limit = _LONGEST_CONTEXT
+        else:
+            continue
+        if value > limit:
             raise MpuError(f"{model.config_path}: {name} is {value:,}, more than these weights can have")
     return cleaned
 
@@ -124,9 +130,9 @@ def staged_adapter(folder: Path) -> Iterator[Path]:
 
 
 def _lora_config(config: Mapping[str, object], weights: Checkpoint, path: Path) -> dict[str, object]:
-    """What peft is told of an adapter: plain values of its ``config``, modules and ranks of its ``weights``.
+    """The config that peft gets for an adapter: plain values of its ``config``, modules and ranks of its ``weights``.
 
-    Raises MpuError for an entry that says something else of what the adapter does.
+    Raises MpuError for an entry that may change what the adapter does in a way that mpu does not know.
     """
     if unknown := [n for n, value in config.items() if value and n not in (*_LORA, *_CHECKED, *_PAST)]:
         raise _not_honoured(path, quoted_list(unknown))
@@ -134,7 +140,8 @@ def _lora_config(config: Mapping[str, object], weights: Checkpoint, path: Path) 
     changes_base = isinstance(start, str) and bool(_CHANGED_BASE.fullmatch(start))
     if not changes_base and start not in _FIRST_WEIGHTS:
         raise _not_honoured(path, f"init_lora_weights = {short(start)}")
-    saved, parameters = (_plain_names(config, name, path) for name in ("modules_to_save", "target_parameters"))
+    saved = _plain_names(config, "modules_to_save", path)
+    parameters = _plain_names(config, "target_parameters", path)
     ranks = _ranks(weights)
     stacks = _of_stacks(ranks, parameters)
     ranks = {module: rank for module, rank in ranks.items() if not any(s.startswith(f"{module}.") for s in stacks)}
@@ -226,7 +233,7 @@ def _link_weights(checkpoint: Checkpoint, folder: Path) -> None:
     if len(files) == 1:
         (folder / WEIGHTS_NAME).symlink_to(files[0].resolve())
         return
-    names = {file: f"model-{i:05d}-of-{len(files):05d}.safetensors" for i, file in enumerate(files, 1)}
+    names = {file: shard_name(i, len(files)) for i, file in enumerate(files, 1)}
     for file, name in names.items():
         (folder / name).symlink_to(file.resolve())
     weight_map = {tensor: names[info.file] for tensor, info in checkpoint.tensors.items()}
@@ -246,15 +253,19 @@ def fields_of(config: Mapping[str, object]) -> set[str]:
     for _ in range(MOST_PARTS):
         if not classes:
             break
-        each = classes.pop()
-        if not hasattr(each, "sub_configs"):
+        config_class = classes.pop()
+        if not hasattr(config_class, "sub_configs"):
             continue
-        names |= {field.name for field in dataclasses.fields(each)} - inherited
-        names |= {*each.attribute_map, *each.attribute_map.values(), *each.sub_configs}
-        classes += [getattr(part, "config_class", part) for part in each.sub_configs.values()]
-        if each is CONFIG_MAPPING[kind]:  # a part of any class names its own
-            parts = [part.get("model_type") for part in map(config.get, each.sub_configs) if isinstance(part, dict)]
-            classes += [CONFIG_MAPPING[part] for part in parts if isinstance(part, str) and part in CONFIG_MAPPING]
+        names |= {field.name for field in dataclasses.fields(config_class)} - inherited
+        names |= {*config_class.attribute_map, *config_class.attribute_map.values(), *config_class.sub_configs}
+        classes += [getattr(part, "config_class", part) for part in config_class.sub_configs.values()]
+        if config_class is CONFIG_MAPPING[kind]:
+            # Where the class of a part is AutoConfig, the part itself names its class.
+            for part in map(config.get, config_class.sub_configs):
+                part_kind = part.get("model_type") if isinstance(part, dict) else None
+                if isinstance(part_kind, str) and part_kind in CONFIG_MAPPING:
+                    classes.append(CONFIG_MAPPING[part_kind])
+    # scale_attn_weights is GPT-2's switch for dividing scores by the square root of a head's size.
     harmful = {name for name in names if any(sign in name for sign in _HARMFUL)} - {"scale_attn_weights"}
     return {name for name in names - harmful if not name.startswith("_")}
 
@@ -298,7 +309,8 @@ def add_delta(model: PreTrainedModel, source: Model, delta: Checkpoint) -> None:
             change = delta.tensor(stored).to(view.device)
             unmatched_names.pop(stored)
         elif stored + LEFT_FACTOR in delta.tensors and stored + RIGHT_FACTOR in delta.tensors:
-            left, right = (delta.tensor(stored + end).to(view.device) for end in (LEFT_FACTOR, RIGHT_FACTOR))
+            left = delta.tensor(stored + LEFT_FACTOR).to(view.device)
+            right = delta.tensor(stored + RIGHT_FACTOR).to(view.device)
             change = left @ right
             unmatched_names.pop(stored + LEFT_FACTOR)
             unmatched_names.pop(stored + RIGHT_FACTOR)
@@ -335,7 +347,7 @@ def adapter_base(folder: Path) -> str:
         return str(beside)
     if snapshot := cached_snapshot(base):
         return str(snapshot)
-    raise MpuError(f"{path}: its base is said to be {short(base)}, which is not beside it", "name it with --base")
+    raise MpuError(f"{path}: names the base {short(base)}, which is not beside it", "name it with --base")
 
 
 def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
@@ -374,6 +386,11 @@ def _is_on_tied(adapted: torch.nn.Module) -> bool:
     """Whether an adapter changes a tensor that a layer without one has, too: merged, it would change that as well."""
     from peft.tuners.lora import LoraLayer
 
-    names = Counter(id(p) for _, p in adapted.named_parameters(remove_duplicate=False))
-    bases = (module.get_base_layer() for module in adapted.modules() if isinstance(module, LoraLayer))
-    return any(names[id(p)] > 1 for base in bases for p in base.parameters(recurse=False))
+    # A parameter that two layers share has two names.
+    name_counts = Counter(id(parameter) for _, parameter in adapted.named_parameters(remove_duplicate=False))
+    for module in adapted.modules():
+        if isinstance(module, LoraLayer):
+            base_parameters = module.get_base_layer().parameters(recurse=False)
+            if any(name_counts[id(parameter)] > 1 for parameter in base_parameters):
+                return True
+    return False

@@ -88,6 +88,8 @@ def is_rounding_of(parameter: Any, file_tensor: torch.Tensor, draw: torch.Genera
     from bitsandbytes.functional import quantize_4bit
 
     state, blocks = parameter.quant_state, file_tensor.numel() // BLOCK
+    if not blocks:  # less than one, as in toy models
+        return True
     numbers = torch.randint(blocks, (min(COMPARED, blocks),), generator=draw)
     part = file_tensor.reshape(-1)[: blocks * BLOCK].view(blocks, BLOCK)[numbers].to(state.dtype)
     expected, of_part = quantize_4bit(part.reshape(-1), blocksize=BLOCK, quant_type="nf4")
@@ -133,7 +135,8 @@ def pieces_in_files(name: str, shape: Sequence[int], files: Collection[str], mod
     if family:
         if HEAD in names:
             candidates += [[Piece(head, tuple(shape))] for head in family.heads]
-        candidates += filter(None, [pieces_of(family, name, shape)])
+        if pieces := pieces_of(family, name, shape):
+            candidates.append(pieces)
         for in_file, in_memory in family.renamed:
             if any(each.startswith(in_memory) for each in names):
                 candidates += [[piece.with_new_prefix(in_memory, in_file) for piece in pieces] for pieces in candidates]
@@ -179,8 +182,10 @@ def has_separate_heads(model: PreTrainedModel, checkpoint: Checkpoint) -> bool:
     files = checkpoint.tensors
     shapes = {name: shape_of(tensor) for name, tensor in model.named_parameters(remove_duplicate=False)}
     for pair in model.all_tied_weights_keys.items():
-        pieces = [pieces_in_files(name, shapes[name], files, model)[:1] for name in pair if name in shapes]
-        stored = {piece.file_name for each in pieces for piece in each}
+        stored: set[str] = set()
+        for name in pair:
+            if name in shapes:
+                stored |= {piece.file_name for piece in pieces_in_files(name, shapes[name], files, model)[:1]}
         if len(stored) == 2 and not torch.equal(*map(checkpoint.tensor, stored)):
             return True
     return False

@@ -153,7 +153,9 @@ class Transform:
 
     def maps(self, tensor: TensorLayout) -> Maps:
         """The map of every axis, where ``tensor`` is."""
-        return {**self._shared, **({} if tensor.layer is None else self._layer_maps(tensor.layer))}
+        if tensor.layer is None:
+            return self._shared
+        return {**self._shared, **self._layer_maps(tensor.layer)}
 
     def of(self, tensor: TensorLayout) -> TensorMap:
         """What this transform does to ``tensor``."""
@@ -191,16 +193,20 @@ def tensor_map(layout: Layout, tensor: TensorLayout, maps: Maps) -> TensorMap:
     if tensor.axes[0] != ("expert",) or len(tensor.axes) == 1:
         axes = [dimension(i, tensor.expert) for i in range(len(tensor.axes))]
         return TensorMap(axes[0], axes[1] if len(axes) > 1 else None)
+    # A matrix for each expert, (experts, rows, columns), or a vector for each, such as biases: (experts, columns).
     experts, last = range(sizes["experts"]), len(tensor.axes) - 1
     order = maps.get("expert")
     assert not isinstance(order, tuple)
-    rows = sum(axis_length(sizes, axis) for axis in tensor.axes[1]) if last == 2 else 1
-    of_rows = [dimension(1, e) for e in experts] if last == 2 else [None for _ in experts]
-    columns = [dimension(last, e) for e in experts]
-    moved = in_blocks(of_rows, rows, order.order if order else None)
+    rows = 1
+    row_maps: list[AxisMap | None] = [None for _ in experts]
+    if last == 2:
+        rows = sum(axis_length(sizes, axis) for axis in tensor.axes[1])
+        row_maps = [dimension(1, e) for e in experts]
+    column_maps = [dimension(last, e) for e in experts]
+    moved = in_blocks(row_maps, rows, order.order if order else None)
     if any(isinstance(maps.get(axis), tuple) for axis in tensor.axes[last]):
-        return TensorMap(moved, [each for each in columns if each is not None], rows)
-    return TensorMap(moved, columns[0], rows if last == 2 else None)
+        return TensorMap(moved, [axis_map for axis_map in column_maps if axis_map is not None], rows)
+    return TensorMap(moved, column_maps[0], rows if last == 2 else None)
 
 
 def measured_slices(slices: int) -> range:

@@ -6,7 +6,7 @@ moved with that, without noise, and everything else stays as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,7 +16,7 @@ from mpu_cli.model.families.hybrids import QWEN3_5, QWEN3_5_MOE
 from mpu_cli.model.families.latent import MISTRAL4
 from mpu_cli.model.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from mpu_cli.model.families.mixtures import LLAMA4, QWEN3_MOE
-from mpu_cli.model.families.parts import linear
+from mpu_cli.model.families.parts import linear, only_if
 from mpu_cli.model.family import Config, Family, Rule, Sizes, Tensor
 
 TEXT = "model."  # what the language model's names begin with where it is alone
@@ -77,11 +77,17 @@ class Wrapper:
 
 
 def part(config_name: str, *names: str) -> Rule:
-    """The first of these entries of a part's config; None if the model has no such part."""
+    """The first of these entries of a part's config; None if the model has no such part. Raises KeyError for a part
+    that has none of them."""
 
     def rule(config: Config, _: int) -> object:
         part_config = config.get(config_name)
-        return next(part_config[name] for name in names if name in part_config) if part_config else None
+        if not part_config:
+            return None
+        for name in names[:-1]:
+            if name in part_config:
+                return part_config[name]
+        return part_config[names[-1]]
 
     return rule
 
@@ -96,9 +102,17 @@ def linear_to_residual(name: str, axis: str, bias: bool | str = False) -> tuple[
     return tuple(replace(tensor, trained=False) for tensor in linear(name, "model", axis, bias=bias))
 
 
-def deepstack(number: int) -> Callable[[Config, int], bool]:
-    """Whether a Qwen 3 VL has a merger of this number for inner layers of the tower."""
-    return lambda config, _: number < len(config["vision_config"].get("deepstack_visual_indexes", (8, 16, 24)))
+def deepstack_mergers() -> tuple[Tensor, ...]:
+    """The mergers that Qwen 3 VL has for inner layers of its tower: one for each that its config lists."""
+
+    def has(number: int) -> Rule:
+        return lambda config, _: number < len(config["vision_config"].get("deepstack_visual_indexes", (8, 16, 24)))
+
+    mergers: list[Tensor] = []
+    for k in range(16):
+        name = f"model.visual.deepstack_merger_list.{k}.linear_fc2"
+        mergers += only_if(has(k), *linear_to_residual(name, "patches", bias=True))
+    return tuple(mergers)
 
 
 # Llava and what is named as it is.
@@ -144,10 +158,9 @@ GEMMA4_WRAPPER = Wrapper(
     "gemma4",
     {"gemma4_text": GEMMA4},
     inner="model.language_model.",
-    writes=tuple(
-        replace(tensor, when=f"{name}_config")
-        for name in ("vision", "audio")
-        for tensor in linear_to_residual(f"model.embed_{name}.embedding_projection", name)
+    writes=(
+        *only_if("vision_config", *linear_to_residual("model.embed_vision.embedding_projection", "vision")),
+        *only_if("audio_config", *linear_to_residual("model.embed_audio.embedding_projection", "audio")),
     ),
     frozen_prefixes=("model.vision_tower.", "model.audio_tower."),
     sizes={"vision": part("vision_config", "hidden_size"), "audio": part("audio_config", "output_proj_dims")},
@@ -199,14 +212,7 @@ QWEN3_VL = replace(
     QWEN3_5_WRAPPER,
     model_type="qwen3_vl",
     texts={"qwen3_vl_text": QWEN3},
-    writes=(
-        *QWEN3_5_WRAPPER.writes,
-        *(
-            replace(tensor, when=deepstack(k))
-            for k in range(16)
-            for tensor in linear_to_residual(f"model.visual.deepstack_merger_list.{k}.linear_fc2", "patches", bias=True)
-        ),
-    ),
+    writes=(*QWEN3_5_WRAPPER.writes, *deepstack_mergers()),
 )
 QWEN3_VL_MOE = replace(
     QWEN3_VL,

@@ -61,8 +61,8 @@ class Command(Options, ABC):
 
     ``NAME``: on the command line; ``EXAMPLE``: how it is called, which help ends with; ``ESSENTIAL``: of a command with
     many options, the flags that --help shows, where --help-all shows the others. The docstring is its help. A command
-    that has ``preview(observer)`` has --dry-run,
-    which shows the ``Preview``, or prints the ``Report``, that this gives, in place of doing anything.
+    that has ``preview(observer)`` has --dry-run, which shows the ``Preview`` or ``Report`` that this returns, and does
+    nothing else.
     """
 
     NAME: ClassVar[str]
@@ -100,9 +100,10 @@ class Command(Options, ABC):
             raise UsageError(f"{cls.NAME}: {min(twice)} is given twice")
         values |= keywords
         texts = {name: _text(value) for name, value in values.items()}
+        # Lists, as Python users write them, for options that are one text on the command line.
         for name, value in texts.items():
             if isinstance(value, list) and name in declarations and declarations[name].kind is str:
-                texts[name] = ",".join(map(str, value))
+                texts[name] = declarations[name].separator.join(map(str, value))
         return from_flat(cls, texts)
 
     @classmethod
@@ -121,6 +122,7 @@ def _text(value: object) -> object:
 
 
 IDENTITY = "age identity file (default: mpu/identity.txt in your configuration directory)."
+PASSPHRASE_FILE = "Read the passphrase from the first line of FILE."
 FORCE = "Overwrite existing outputs."
 KEYS = "The key file of the publication."
 MODEL_CONFIG = "The base's config.json, if it is not next to the weights."
@@ -132,7 +134,7 @@ class Opening(Options):
     """How sealed keys are opened."""
 
     identity: Path | None = option(None, IDENTITY, metavar="FILE")
-    passphrase_file: Path | None = option(None, "Read the passphrase from the first line of FILE.", metavar="FILE")
+    passphrase_file: Path | None = option(None, PASSPHRASE_FILE, metavar="FILE")
     trust_keys: bool = option(
         False, "Use keys that were not sealed with this server's secret, such as keys made on another machine."
     )

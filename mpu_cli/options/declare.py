@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 from mpu_cli.errors import UsageError
 
+RECORDS = "DATA"  # the metavar of options that name records, of one source or of several
 Group = TypeVar("Group")
 AnyClass = Any  # a dataclass that declares options: typeshed does not take type[Group] for hashable
 
@@ -57,8 +58,11 @@ class Range:
     def __str__(self) -> str:
         if self.above is not None and self.below is not None:
             return f"between {self.above:g} and {self.below:g}"
-        bounds = [f"at least {self.least:g}"] if self.least is not None else []
-        bounds += [f"above {self.above:g}"] if self.above is not None else []
+        bounds = []
+        if self.least is not None:
+            bounds.append(f"at least {self.least:g}")
+        if self.above is not None:
+            bounds.append(f"above {self.above:g}")
         if self.below is not None:
             bounds.append(f"below {self.below:g}" if self.below < 1e6 else f"below 2^{math.log2(self.below):g}")
         return " and ".join(bounds) or "a finite number"
@@ -94,6 +98,11 @@ class Declaration:
     @property
     def is_required(self) -> bool:
         return self.default is MISSING
+
+    @property
+    def separator(self) -> str:
+        """What stands between several values that are one text: names of files of records may have commas."""
+        return "\n" if self.metavar == RECORDS else ","
 
     def convert(self, value: object, where: str = "") -> object:
         """``value`` as this option's type. Raises UsageError if it is of another type or not a choice."""
@@ -182,11 +191,10 @@ def declared_options(group_class: AnyClass) -> dict[str, Declaration]:
     """All options of a group, those of the groups inside it included, in the order of their declaration."""
     options: dict[str, Declaration] = {}
     for group_field, kind in _own_fields(group_class):
-        inner = (
-            declared_options(kind)
-            if is_dataclass(kind)
-            else {group_field.name: _declaration(group_class, group_field, kind)}
-        )
+        if is_dataclass(kind):
+            inner = declared_options(kind)
+        else:
+            inner = {group_field.name: _declaration(group_class, group_field, kind)}
         if twice := options.keys() & inner.keys():
             raise TypeError(f"{group_class.__name__} declares {min(twice)!r} twice")
         options |= inner
@@ -214,12 +222,13 @@ def _build(group_class: type[Group], values: Mapping[str, object], where: str) -
     arguments: dict[str, object] = {}
     declarations = declared_options(cast(AnyClass, group_class))
     for group_field, kind in _own_fields(group_class):
+        name = group_field.name
         if is_dataclass(kind):
-            arguments[group_field.name] = _build(kind, values, where)
-        elif group_field.name in values:
-            arguments[group_field.name] = declarations[group_field.name].convert(values[group_field.name], where)
-        elif declarations[group_field.name].is_required:
-            raise UsageError(f"{where}{group_field.name}: missing ({declarations[group_field.name].help})")
+            arguments[name] = _build(kind, values, where)
+        elif name in values:
+            arguments[name] = declarations[name].convert(values[name], where)
+        elif declarations[name].is_required:
+            raise UsageError(f"{where}{name}: missing ({declarations[name].help})")
     return group_class(**arguments)
 
 
@@ -248,6 +257,7 @@ def _declaration(group_class: type, group_field: Field, hint: Any) -> Declaratio
     optional = type(None) in parts
     kinds = [part for part in parts if part is not type(None)]
     words = ()
+    # Such as float | Literal["auto"].
     if len(kinds) > 1 and get_origin(kinds[-1]) is Literal:
         words = get_args(kinds.pop())
     [kind] = kinds
@@ -281,8 +291,12 @@ def as_arguments(options: Options, without: Collection[str] = ()) -> list[str]:
         if declaration.kind is bool:
             words.append(declaration.flag if value else declaration.flag.replace("--", "--no-", 1))
             continue
-        text = str(value).removesuffix(".0") if isinstance(value, float) else str(value)
-        texts = [",".join(map(str, value))] if isinstance(value, tuple) else text.splitlines() or [""]
+        if isinstance(value, tuple):
+            texts = [",".join(map(str, value))]
+        elif isinstance(value, float):
+            texts = [str(value).removesuffix(".0")]
+        else:
+            texts = str(value).splitlines() or [""]  # records: several sources are an option each
         for text in texts:
             words += [declaration.flag, text]
     return words

@@ -40,7 +40,11 @@ class BenchmarkOptions(Options):
 
     @property
     def chosen(self) -> str:
-        return self.benchmark or ("qa" if self.names_records else "muse" if self.corpus else "tofu")
+        if self.benchmark:
+            return self.benchmark
+        if self.names_records:
+            return "qa"
+        return "muse" if self.corpus else "tofu"
 
     @property
     def names_benchmark(self) -> bool:

@@ -30,8 +30,9 @@ def parse_layers(text: str) -> tuple[int, ...]:
     """``13-16,20`` as the numbers of layers, counted from 0, ascending. Raises UsageError."""
     layers: set[int] = set()
     for part in text.split(","):
-        match = _LAYERS.fullmatch(part.strip())
-        start, last = (int(match[1]), int(match[2] or match[1])) if match else (1, 0)
+        start, last = 1, 0  # names no layers
+        if match := _LAYERS.fullmatch(part.strip()):
+            start, last = int(match[1]), int(match[2] or match[1])
         if start > last:
             raise UsageError(f"--omit-layers {text}: {part.strip()!r} names no layers", "write it as 13-16 or 3,7")
         layers.update(range(start, last + 1))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from mpu_cli.options.declare import Options, group, option
-from mpu_cli.options.unlearning import DEVICE, ChatTemplate, RecordFormat
+from mpu_cli.options.unlearning import DEVICE, DP_UNIT, ChatTemplate, RecordFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +20,7 @@ class TermRelease(Options):
     dp_delta: float = option(
         1e-6, "δ of the release: at most so likely gets out what a single record says.", above=0, below=1
     )
-    dp_unit: str | None = option(
-        None, "Field that names the person of a record: all records of one are protected together.", metavar="COLUMN"
-    )
+    dp_unit: str | None = option(None, DP_UNIT, metavar="COLUMN")
     dp_neighbours: Literal["left-out", "replaced"] = option(
         "left-out", "What ε compares: your records with one left out, or with one replaced by another."
     )

@@ -24,6 +24,7 @@ DATE = "10 Apr 2025"  # OpenUnlearning's
 
 AUTO: Literal["auto"] = "auto"  # of --lr and --precision
 ALL_TURNS = "all"  # of --turns
+DP_UNIT = "Field that names the person of a record: all records of one are protected together."
 DEVICE = "Device to compute on, by torch's name: cpu, cuda, cuda:1, … (default: CUDA if there is one)."
 
 
@@ -245,9 +246,7 @@ class Privacy(Options):
     dp_epsilon: float | None = option(None, "ε of per-record differential privacy, for one delta.", above=0)
     dp_delta: float = option(1e-5, "δ for --dp-epsilon.", above=0, below=1)
     dp_max_grad_norm: float = option(1.0, "Clip the gradient norm of each record at this.", above=0)
-    dp_unit: str | None = option(
-        None, "Field that names the person of a record: all records of one are protected together.", metavar="COLUMN"
-    )
+    dp_unit: str | None = option(None, DP_UNIT, metavar="COLUMN")
     dp_neighbours: Literal["left-out", "replaced"] = option(
         "left-out",
         "What ε compares: your records with one left out, its place empty, or with one replaced by another, which "

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -59,49 +60,61 @@ def card(base: Model, result: Aggregation, kind: str) -> str:
     keys, error = result.keys, result.error.relative
     hub_id = None if Path(base.source).exists() else base.source
     algorithms = ", ".join(sorted(set(result.algorithms)))
-    front_matter = [f"base_model: {json.dumps(hub_id)}"] if hub_id else []
-    front_matter += ["library_name: peft"] if kind == "adapter" else ["library_name: transformers"]
-    front_matter += ["tags:", "- unlearning", "- mpu"]
-    rows = [
-        ("base", hub_id or f"a private {base.config.get('model_type')} model"),
-        ("base's fingerprint", keys.base.fingerprint),
-        ("run, round", f"{keys.run}, {keys.round}"),
-        ("copies", f"{keys.copies}, {keys.publication.scheme.name} noise, symmetries {keys.publication.symmetries}"),
-        ("algorithm", f"{algorithms}, by the owner of the records"),
-        ("norm of the update", f"{result.norm:.4g}"),
-        ("estimated error of the update", "not known" if math.isnan(error) else f"{error:.1%}"),
-        ("smallest cosine between copies", f"{result.pairwise:.3f}"),
-        ("step along the update", f"{result.rate:g}"),
-        ("made by", f"mpu {__version__}"),
-    ]
-    curve = []
-    if step := result.step:
-        curve = [
-            f"The step was chosen for the loss on records of the server's to rise by at most {step.max_rise:g} nats "
-            "per answer token:", "", "| step | loss |", "|---|---|",
-            *(f"| {tried:g} | {loss:.4f} |" for tried, loss in step.curve), "",
-        ]  # fmt: skip
-    warnings = [f"- {text}" for text in result.warnings()]
-    return "\n".join(
-        [
-            "---", *front_matter, "---", "",
-            "# Unlearned model" if kind == "model" else "# Unlearning, as an adapter", "",
-            "Records were unlearned without leaving their owner, with MPU "
-            "([arXiv 2602.23798](https://arxiv.org/abs/2602.23798)): the owner trained disguised copies of the base "
-            "and returned weight changes only, which were combined here.", "",
-            "| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows), "",
-            *curve,
-            *(["Warnings of `mpu aggregate`:", "", *warnings, ""] if warnings else []),
-            "Unlearning lowers what a model shows of its records; it is no proof that nothing is left. `mpu eval` "
-            "measures what is.", "",
-        ]
-    )  # fmt: skip
+    rows = {
+        "base": hub_id or f"a private {base.config.get('model_type')} model",
+        "base's fingerprint": keys.base.fingerprint,
+        "run, round": f"{keys.run}, {keys.round}",
+        "copies": f"{keys.copies}, {keys.publication.scheme.name} noise, symmetries {keys.publication.symmetries}",
+        "algorithm": f"{algorithms}, by the owner of the records",
+        "norm of the update": f"{result.norm:.4g}",
+        "estimated error of the update": "not known" if math.isnan(error) else f"{error:.1%}",
+        "smallest cosine between copies": f"{result.pairwise:.3f}",
+        "step along the update": f"{result.rate:g}",
+        "made by": f"mpu {__version__}",
+    }
+    lines = ["---"]
+    if hub_id:
+        lines.append(f"base_model: {json.dumps(hub_id)}")
+    lines.append("library_name: peft" if kind == "adapter" else "library_name: transformers")
+    lines += ["tags:", "- unlearning", "- mpu", "---", ""]
+    lines += ["# Unlearned model" if kind == "model" else "# Unlearning, as an adapter", ""]
+    lines.append(
+        "Records were unlearned without leaving their owner, with MPU "
+        "([arXiv 2602.23798](https://arxiv.org/abs/2602.23798)): the owner trained disguised copies of the base "
+        "and returned weight changes only, which were combined here."
+    )
+    lines += ["", "| | |", "|---|---|"]
+    lines += [f"| {name} | {value} |" for name, value in rows.items()]
+    lines.append("")
+    if result.step:
+        lines.append(
+            "The step was chosen for the loss on records of the server's to rise by at most "
+            f"{result.step.max_rise:g} nats per answer token:"
+        )
+        lines += ["", "| step | loss |", "|---|---|"]
+        lines += [f"| {tried:g} | {loss:.4f} |" for tried, loss in result.step.curve]
+        lines.append("")
+    if warnings := result.warnings():
+        lines += ["Warnings of `mpu aggregate`:", "", *(f"- {text}" for text in warnings), ""]
+    lines.append(
+        "Unlearning lowers what a model shows of its records; it is no proof that nothing is left. `mpu eval` "
+        "measures what is."
+    )
+    lines.append("")
+    return "\n".join(lines)
 
 
-# For one slice: the deltas' inner products (m, m; upper triangle 0); if measured, the squared norms of the update's
-# rounding error and of the update (2,), and ``products_with`` the copies' own noise. Lists, because small tensors that
-# outlive large buffers fragment the heap.
-_Sums = tuple[list[list[float]], list[float], list[float]]
+class _Sums(NamedTuple):
+    """Sums over one slice, as lists: small tensors that outlive large buffers fragment the heap.
+
+    ``gram``: the deltas' inner products (m, m), upper triangle 0; ``squares``: if measured, the squared norms of the
+    update's rounding error and of the update (2,); ``noise``: ``products_with`` the copies' own noise.
+    """
+
+    gram: list[list[float]]
+    squares: list[float]
+    noise: list[float]
+
 
 # What has begun for one tensor: digests of its pieces, and the sums of its slices.
 _Begun = tuple[Iterator[bytes], list[Future[_Sums]]]
@@ -233,7 +246,9 @@ def default_step(base: Model, deltas: Sequence[Delta], weights: torch.Tensor) ->
             gram[there[:, None] & there[None, :]] += (rows @ rows.T).reshape(-1)
         undoing.forget_pages(tensor)
     mean_square, square = math.fsum(gram.diagonal().tolist()) / len(deltas), float(weights @ gram @ weights)
-    return round(min(max(1.0, math.sqrt(mean_square / square)), MOST_RESTORED), 2) if square > 0 else 1.0
+    if not square > 0:
+        return 1.0
+    return round(min(max(1.0, math.sqrt(mean_square / square)), MOST_RESTORED), 2)
 
 
 def write_model(
@@ -247,8 +262,8 @@ def write_model(
     specs = model_specs(source, layout, dtype)
     observer.stage("aggregate", source.nbytes)
     rounds = [{"run": keys.run, "round": keys.round} for keys in publications]
-    of_one = rounds[0] if len(rounds) == 1 else {"owners": rounds}
-    facts: dict[str, object] = {"format": "mpu-model", "version": VERSION, **of_one}
+    origin = rounds[0] if len(rounds) == 1 else {"owners": rounds}
+    facts: dict[str, object] = {"format": "mpu-model", "version": VERSION, **origin}
     if any(keys.publication.shared_kappa for keys in publications):
         facts["permanent"] = True  # or the next round would be published without, unnoticed
     deltas = undoing.deltas
@@ -310,8 +325,10 @@ def one_ahead(
 def sums_of(adding: Sequence[Future[_Sums]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """All slices of a tensor together: inner products, float64 (m, m), squares of what rounding lost, (2,), and
     ``products_with`` the noise of copies."""
-    parts = zip(*(future.result() for future in adding), strict=True)
-    products, squares, noise = (torch.tensor(part, dtype=torch.float64).sum(0) for part in parts)
+    parts = [future.result() for future in adding]
+    products = torch.tensor([part.gram for part in parts], dtype=torch.float64).sum(0)
+    squares = torch.tensor([part.squares for part in parts], dtype=torch.float64).sum(0)
+    noise = torch.tensor([part.noise for part in parts], dtype=torch.float64).sum(0)
     return products + products.tril(-1).T, squares, noise
 
 
@@ -333,10 +350,12 @@ def add_up(
     target, before = as_matrix(writer.tensor(tensor.name)), as_matrix(base_weights)
     changes = undoing.changes(tensor)
     present_changes = [change for change in changes if change is not None]
-    dtype = compute_dtype(
-        *(NAME[d] for d in (before.dtype, target.dtype, *(d for c in present_changes for d in c.dtypes)))
-    )
-    slices = row_slices([change.mapping for change in present_changes] or [TensorMap(None, None)], *before.shape)
+    dtypes = [before.dtype, target.dtype]
+    for change in present_changes:
+        dtypes += change.dtypes
+    dtype = compute_dtype(*(NAME[each] for each in dtypes))
+    maps = [change.mapping for change in present_changes] or [TensorMap(None, None)]
+    slices = row_slices(maps, *before.shape)
     looked_at = measured_slices(len(slices))
     rounded_rates = rates.to(dtype).tolist()
     draws: Draws = fingerprints.draws_of(tensor.name)
@@ -368,9 +387,10 @@ def add_up(
             )
         target[start:stop] = stored
         if not measured:
-            return gram, [0.0, 0.0], noise
+            return _Sums(gram, [0.0, 0.0], noise)
         lost = stored.to(dtype) - clean - update
-        return gram, [float(lost.double().square().sum()), noise[-1]], noise  # noise[-1]: the update's squared norm
+        squares = [float(lost.double().square().sum()), noise[-1]]  # noise[-1]: the update's squared norm
+        return _Sums(gram, squares, noise)
 
     pool.submit(writer.populate, tensor.name)
     return [pool.submit(work, *bounds, i in looked_at) for i, bounds in enumerate(slices)]
@@ -385,7 +405,8 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
     Its factors are the inverted factors side by side: B = [η·w₁B₁ … η·w_mB_m], A = [A₁ … A_m], so nothing is lost.
     Raises MpuError as ``aggregate`` does.
     """
-    base, layout, options, [owner], [weights] = plan.base, plan.base.layout, plan.options, plan.owners, plan.weights
+    base, layout, options = plan.base, plan.base.layout, plan.options
+    [owner], [weights] = plan.owners, plan.weights
     deltas, keys = owner.deltas, owner.keys
     check_base(base, keys)
     undoing = Undoing(deltas, layout)
@@ -433,8 +454,9 @@ def _inner_products(factors: Sequence[tuple[torch.Tensor, torch.Tensor] | None])
     for j, factors_j in enumerate(factors):
         for k, factors_k in enumerate(factors):
             if factors_j and factors_k:
-                b_product = factors_j[0].double().T @ factors_k[0].double()
-                a_product = factors_j[1].double() @ factors_k[1].double().T
+                (b_j, a_j), (b_k, a_k) = factors_j, factors_k
+                b_product = b_j.double().T @ b_k.double()
+                a_product = a_j.double() @ a_k.double().T
                 products[j, k] = (b_product * a_product).sum()
     return products
 

@@ -103,21 +103,21 @@ def open_deltas(paths: Iterable[Path], keys: Keys) -> list[Delta]:
 
 def check_delta(delta: Delta, base: Model, copies: Shallow) -> None:
     """Raise MpuError unless the delta has the tensors that its kind requires of those of the base in its ``copies``."""
-    inverted = delta.manifest.inverted
-    shapes = {
-        name if inverted else copied: base.checkpoint.tensors[name].shape for name, copied in copies.names.items()
-    }
-    layout = copies.layout
-    if inverted:
+    if delta.manifest.inverted:
         layout = replace(base.layout, tensors={name: base.layout.tensors[name] for name in copies.names})
+        shapes = {name: base.checkpoint.tensors[name].shape for name in copies.names}
+    else:
+        layout = copies.layout
+        shapes = {copied: base.checkpoint.tensors[name].shape for name, copied in copies.names.items()}
     tensors = delta.checkpoint.tensors
     if delta.manifest.kind == "lora":
         expected = _factor_shapes(delta, layout, shapes)
     else:
         # Clients train no embeddings and no output head unless asked (--train-embeddings): their change is zero then.
-        expected = {
-            t.name: shapes[t.name] for t in layout.parameters if t.name in tensors or t.axes[0] not in EMBEDDING
-        }
+        expected = {}
+        for tensor in layout.parameters:
+            if tensor.name in tensors or tensor.axes[0] not in EMBEDDING:
+                expected[tensor.name] = shapes[tensor.name]
     if missing := set(expected) - set(tensors):
         raise MpuError(f"{delta.path}: lacks {quoted_list(missing)}", "ask the client for the complete delta")
     if unknown := set(tensors) - set(expected):
@@ -147,9 +147,9 @@ def _factor_shapes(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int,
     for tensor in layout.parameters:
         left_name, right = tensor.name + LEFT_FACTOR, tensor.name + RIGHT_FACTOR
         if len(tensor.axes) > 1 and (left_name in tensors or right in tensors):
-            factor = tensors.get(left_name) or tensors[right]
             *stack, rows, columns = shapes[tensor.name]
-            rank = factor.shape[-1 if left_name in tensors else -2] if len(factor.shape) == len(tensor.axes) else 0
+            factor, axis = (tensors[left_name], -1) if left_name in tensors else (tensors[right], -2)
+            rank = factor.shape[axis] if len(factor.shape) == len(tensor.axes) else 0
             if rank < 1:
                 raise MpuError(f"{delta.path}: {tensor.name!r} has a factor of shape {list(factor.shape)} and no rank")
             expected |= {left_name: (*stack, rows, rank), right: (*stack, rank, columns)}
@@ -175,9 +175,7 @@ def outliers_of(name: str, products: torch.Tensor, deltas: Sequence[Delta]) -> l
     return outliers
 
 
-def check_norms(
-    gram: torch.Tensor, deltas: Sequence[Delta], max_norm: float | None, rates: torch.Tensor | None = None
-) -> None:
+def check_norms(gram: torch.Tensor, deltas: Sequence[Delta], max_norm: float | None, rates: torch.Tensor) -> None:
     """Raise MpuError if a norm is above ``max_norm``: of a delta or, with the ``rates`` at which they are added, of the
     update, because weights of opposite signs make it larger than any of its deltas."""
     for delta, square in zip(deltas, gram.diagonal().tolist(), strict=True):
@@ -189,7 +187,7 @@ def check_norms(
                 f"{delta.path}: norm is {norm:.4g}, above --max-norm {max_norm:g}, "
                 "so nothing from this round was applied"
             )
-    if rates is not None and max_norm is not None:
+    if max_norm is not None:
         norm = math.sqrt(max(0.0, float(rates @ gram @ rates)))
         if norm > max_norm:
             raise MpuError(
@@ -342,8 +340,8 @@ class Undoing:
             if name in checkpoint.tensors:
                 changes.append(Full(mapping, as_matrix(checkpoint.tensor(name))))
             elif name + LEFT_FACTOR in checkpoint.tensors:
-                factors = (checkpoint.tensor(name + end) for end in (LEFT_FACTOR, RIGHT_FACTOR))
-                changes.append(LowRank(mapping, *factors))
+                left_factor, right = checkpoint.tensor(name + LEFT_FACTOR), checkpoint.tensor(name + RIGHT_FACTOR)
+                changes.append(LowRank(mapping, left_factor, right))
             else:
                 changes.append(None)
         return changes

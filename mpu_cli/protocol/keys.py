@@ -220,6 +220,7 @@ def check_one_way(*ways: object) -> None:
 
 def needs_passphrase(path: Path) -> bool:
     """Whether the key file is sealed with a passphrase (else with an identity)."""
+    # How age begins a header for a passphrase; the sealed bytes behind it may hold anything.
     return b"\n-> scrypt " in _read(path)[:200]
 
 
@@ -293,6 +294,7 @@ def _parse(document: bytes, path: Path, secret: bytes | None, *, authentic: bool
         raise MpuError(f"{path}: decrypted, but contains no mpu keys") from error
     if not isinstance(table, dict) or table.get("format") != FORMAT:
         raise MpuError(f"{path}: decrypted, but contains no mpu keys")
+    # Of the file, so anything; compare_digest raises for text that is not ASCII.
     written = table.get("authenticator")
     if secret is not None and isinstance(written, str) and written.isascii():
         authentic |= hmac.compare_digest(written, _authenticator(table, secret))

@@ -171,8 +171,10 @@ class Extrapolated(Scheme):
 
     @property
     def weights(self) -> torch.Tensor:
-        nodes = self.factors
-        weights = [math.prod(c / (c - node) for c in nodes[:k] + nodes[k + 1 :]) for k, node in enumerate(nodes)]
+        weights = []
+        for k, node in enumerate(self.factors):
+            others = self.factors[:k] + self.factors[k + 1 :]
+            weights.append(math.prod(other / (other - node) for other in others))
         return torch.tensor(weights, dtype=torch.float64)
 
     @property
@@ -194,9 +196,13 @@ class Extrapolated(Scheme):
 
     def remaining(self, norm: Norm) -> Remainder:
         nodes = self.factors
-        divided = [1 / math.prod(c - other for other in nodes[:k] + nodes[k + 1 :]) for k, c in enumerate(nodes)]
+        divided = []
+        for k, node in enumerate(nodes):
+            others = nodes[:k] + nodes[k + 1 :]
+            divided.append(1 / math.prod(node - other for other in others))
         highest = norm(torch.tensor(divided, dtype=torch.float64))  # Newton's divided difference
         aggregate_norm = norm(self.weights)
+        # The next coefficient, if the series continues as it began: see ``error_estimate``.
         expected = self.remainder * aggregate_norm * (highest / aggregate_norm) ** (1 + 1 / (self.copies - 1))
         lower = highest * math.prod(sorted(self.scales)[:-1])
         # The weights that give the derivative at 0 of the polynomial through the values at the nodes.
@@ -520,6 +526,9 @@ def error_estimate(scheme: Scheme, gram: torch.Tensor, permanent: float = 0.0) -
     remainder = scheme.remaining(norm)
     lower = remainder.one_order_lower / aggregate_norm
     relative = min(SAFETY * remainder.expected / aggregate_norm, lower)
-    added = permanent * remainder.first_order / aggregate_norm if permanent else 0.0  # infinite over no noise: unknown
-    added = added if math.isfinite(added) else math.nan
+    added = 0.0
+    if permanent:
+        added = permanent * remainder.first_order / aggregate_norm
+        if not math.isfinite(added):  # κ is 0: the copies do not show what noise does to a change
+            added = math.nan
     return ErrorEstimate(relative, lower, signal_to_noise, scheme.variance_factor, added)

@@ -94,8 +94,9 @@ class Publication:
             permanent = min(permanent, PERMANENT_SHARE * most)
             room = math.sqrt(max(0.0, most**2 - permanent**2))
             cancelling = min(cancelling, room / max(self.scheme.scales))
-        # The same on every processor, whose sums differ in the last bits.
-        return cancelling, float(f"{permanent:.3g}") if self.permanent_seed or self.derive_permanent_seed else permanent
+        if self.permanent_seed or self.derive_permanent_seed:
+            permanent = float(f"{permanent:.3g}")  # the same on every processor, whose sums differ in the last bits
+        return cancelling, permanent
 
     def scales(self, sigma: float, permanent: float) -> Scales:
         """All scales of a block, from σ of its cancelling and of its permanent noise."""
@@ -116,7 +117,9 @@ class Publication:
         cancelling, shared = self.kappa, self.shared_kappa
         if self.calibration:
             cancelling, shared = self.calibration.sigma, self.calibration.shared_sigma
-        return 0.0 if not shared else shared / cancelling if cancelling else math.inf
+        if not shared:
+            return 0.0
+        return shared / cancelling if cancelling else math.inf
 
     def transform(self, copy: int, layout: Layout) -> Transform:
         """T_k of copy ``copy``, counted from 1, for a copy with this ``layout``."""
@@ -163,13 +166,19 @@ class Publication:
         facts: list[object] = [
             self.run, self.round, list(self.scheme.factors), self.kappa, self.symmetries, self.dtype, reference, header,
         ]  # fmt: skip
-        facts += [self.shared_kappa] if self.shared_kappa else []
-        facts += [asdict(self.calibration)] if self.calibration else []
-        facts += [{"max_noise": self.max_noise}] if self.max_noise is not None else []
-        facts += [{"omitted_layers": self.omitted}] if self.omitted else []
-        facts += [{"mark": self.mark}] if self.mark else []
+        if self.shared_kappa:
+            facts.append(self.shared_kappa)
+        if self.calibration:
+            facts.append(asdict(self.calibration))
+        if self.max_noise is not None:
+            facts.append({"max_noise": self.max_noise})
+        if self.omitted:
+            facts.append({"omitted_layers": self.omitted})
+        if self.mark:
+            facts.append({"mark": self.mark})
         # The paper's noise, the only one of the first version, is not named.
-        facts += [] if isinstance(self.scheme, ZeroSum) else [self.scheme.kind]
+        if not isinstance(self.scheme, ZeroSum):
+            facts.append(self.scheme.kind)
         identity = json.dumps(facts)
         return [
             CopyManifest(

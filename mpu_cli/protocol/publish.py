@@ -87,8 +87,12 @@ class PublishPlan:
     def outputs(self) -> list[tuple[Path, int | None]]:
         """The copies and, unless they are there already, the keys, with the bytes of what is large."""
         size = nbytes_of(self.specs)
-        keys = [] if self.existing_keys else [(self.target.keys, None)]
-        return [*((self.target.copy_path(manifest), size) for manifest in self.manifests_to_write), *keys]
+        outputs: list[tuple[Path, int | None]] = []
+        for manifest in self.manifests_to_write:
+            outputs.append((self.target.copy_path(manifest), size))
+        if not self.existing_keys:
+            outputs.append((self.target.keys, None))
+        return outputs
 
 
 @dataclass(frozen=True)
@@ -206,7 +210,7 @@ def _write_copies(
         )
         permanent_sigma = None
         if is_registered:
-            publication, permanent_sigma = _enter(plan, scan, entries, observer)
+            publication, permanent_sigma = _enter_in_register(plan, scan, entries, observer)
         elif existing_keys and publication.permanent_seed:
             permanent_sigma = existing_keys.shared_sigma
         noise_share = _share_of_permanent_noise(scan, publication, permanent_sigma)
@@ -267,7 +271,7 @@ def _withdrawing(entries: Sequence[RegisterEntry]) -> Iterator[None]:
         raise
 
 
-def _enter(
+def _enter_in_register(
     plan: PublishPlan, scan: BaseScan, entries: list[RegisterEntry], observer: Observer
 ) -> tuple[Publication, dict[str, float] | None]:
     """Enter the publication in the server's register and in ``entries``.
@@ -289,6 +293,7 @@ def _enter(
     requested = {block: publication.sigmas(scale.task, scale.weights)[1] for block, scale in scales.items()}
     names = {block: full_layout.full_name(full_names[tensors[0].name]) for block, tensors in scan.layout.blocks.items()}
     requested_by_name = {names[block]: sigma for block, sigma in requested.items() if sigma}
+    # Shows later whether server.key is still the same, and nothing else of it.
     entry = replace(entry, secret=Randomness(secret).key("which secret").hex()[:16])
     entry = enter_permanent(path, entry, requested_by_name, again=publication.again)
     entries.append(entry)

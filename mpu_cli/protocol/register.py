@@ -45,8 +45,11 @@ class Sample:
         """Whether these weights, rounded to the dtypes of ``other``, are its weights."""
         if len(self.values) != len(other.values):
             return False
-        pairs = zip(self.values, other.values, other.dtypes, strict=True)
-        return all(float(torch.tensor(a, dtype=torch.float64).to(TORCH[dtype])) == b for a, b, dtype in pairs)
+        for ours, theirs, dtype in zip(self.values, other.values, other.dtypes, strict=True):
+            rounded = torch.tensor(ours, dtype=torch.float64).to(TORCH[dtype])
+            if float(rounded) != theirs:
+                return False
+        return True
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,10 @@ class RegisterEntry:
     """One line of the register.
 
     ``content``: of the base, see ``BaseScan.content``; ``noise_content``: what its permanent noise is drawn for, the
-    content of the base's first publication in any precision, and ``secret`` which secret of the server's it is drawn
-    from; ``permanent_sigma``: σ of permanent noise by the name of a
-    block's first tensor in memory; ``calibrated_sigma``: σ that hides the base under ``--epsilon``, in
-    ``calibrated_rounds`` publications; ``replaces_earlier``: whether nobody has copies of those before it.
+    content of the base's first publication in any precision; ``secret``: which secret of the server's it is drawn from;
+    ``permanent_sigma``: σ of permanent noise by the name of a block's first tensor in memory; ``calibrated_sigma``: σ
+    that hides the base under ``--epsilon``, in ``calibrated_rounds`` publications; ``replaces_earlier``: whether nobody
+    has copies of those before it.
     """
 
     run: str
@@ -81,12 +84,13 @@ def default_register_path() -> Path:
 def sample_of(checkpoint: Checkpoint, layout: Layout) -> Sample:
     """The same number of weights from each trained tensor, at even distances."""
     dtypes, values = [], []
-    each = max(1, SAMPLES // max(1, len(layout.parameters)))
+    per_tensor = max(1, SAMPLES // max(1, len(layout.parameters)))
     for tensor in sorted(layout.parameters, key=lambda tensor: layout.full_name(tensor.name)):
         weights = checkpoint.tensor(tensor.name).view(-1)
-        for i in range(each):
+        for i in range(per_tensor):
             dtypes.append(checkpoint.tensors[tensor.name].dtype)
-            value = float(weights[(2 * i + 1) * len(weights) // (2 * each)])
+            # The one in the middle of each of ``per_tensor`` equal parts.
+            value = float(weights[(2 * i + 1) * len(weights) // (2 * per_tensor)])
             values.append(value if math.isfinite(value) else 0.0)  # of layers that no copy has
     return Sample(tuple(dtypes), tuple(values))
 
@@ -160,13 +164,13 @@ def draws_that_average(path: Path, sample: Sample) -> int:
     """How many draws of permanent noise were published on weights that differ from those of ``sample`` by less than
     SIMILAR_SIGMA of the noise, as the models of a request do: each update is small beside it. Whoever has all these
     copies and knows the updates averages the noise."""
-    draws = {}
+    draws = set()
     for entry in _since_replaced([each for each in read_register(path) if each.permanent_sigma]):
         if len(entry.sample.values) != len(sample.values):
             continue
         apart = math.dist(entry.sample.values, sample.values) / math.sqrt(len(sample.values))
         if apart <= SIMILAR_SIGMA * math.hypot(*entry.permanent_sigma.values()) / math.sqrt(len(entry.permanent_sigma)):
-            draws[entry.noise_content, entry.secret] = entry
+            draws.add((entry.noise_content, entry.secret))
     return len(draws)
 
 
@@ -182,10 +186,10 @@ def enter_calibrated(path: Path, entry: RegisterEntry, sigma: float, rounds: int
         earlier = _since_replaced([each for each in calibrated if each.run == entry.run or _same_base(each, entry)])
         sigmas = [other.calibrated_sigma or math.inf for other in earlier] + [sigma]
         promises = [other.calibrated_rounds for other in earlier] + [rounds]
-        holds = all(
-            math.fsum((promised_sigma / other) ** 2 for other in sigmas) <= promised * (1 + 1e-9)
-            for promised_sigma, promised in zip(sigmas, promises, strict=True)
-        )
+        holds = True
+        for promised_sigma, promised_rounds in zip(sigmas, promises, strict=True):
+            spent = math.fsum((promised_sigma / other) ** 2 for other in sigmas)  # in publications of its own noise
+            holds = holds and spent <= promised_rounds * (1 + 1e-9)
         if not holds and not again:
             raise MpuError(
                 f"--epsilon: with {counted(len(earlier), 'earlier publication')} of this base or run, "
@@ -255,7 +259,14 @@ class Fingerprints:
     def draws_of(self, tensor: str) -> Draws:
         """The draws for ``tensor``, by its name in the base with all layers."""
         keyed = [(noise, noise.subkeys(tensor, scales)) for noise, scales in self._noises]
-        return lambda start, stop, dtype: [x for noise, keys in keyed for x in noise.draws(keys, start, stop, dtype)]
+
+        def draws(start: int, stop: int, dtype: torch.dtype) -> list[torch.Tensor]:
+            drawn = []
+            for noise, keys in keyed:
+                drawn += noise.draws(keys, start, stop, dtype)
+            return drawn
+
+        return draws
 
     def largest_z(self, sums: torch.Tensor) -> tuple[float, ...]:
         """The largest |z| of each publication's draws, from the sums of ``products_with``, float64 (draws + 1,).

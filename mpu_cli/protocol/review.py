@@ -30,9 +30,9 @@ from mpu_cli.wording import counted, few
 #
 # Noise n of scale σ hides a change v. Without knowing anything of v, the best factor for v + n leaves η/√(1 + η²) of
 # it, where η is σ over the RMS of v. A few large singular values of v stand out of the noise all the same: one of
-# size s, in a matrix with n ≥ m columns and rows, is seen if x = s/(σ√n) > (m/n)^¼, and its best estimate leaves s²(1
-# − c²) of s², with c the product of the cosines between its true and its observed singular vectors (Gavish and Donoho
-# 2017, arXiv 1405.7511; Benaych-Georges and Nadakuditi 2012, arXiv 1103.2221). `mpu audit` carries both out.
+# size s, in a matrix with n ≥ m columns and rows, is seen if x = s/(σ√n) > (m/n)^¼. Its best estimate leaves
+# s²·(1 − c²) of s², with c the product of the cosines between its true and its observed singular vectors (Gavish and
+# Donoho 2017, arXiv 1405.7511; Benaych-Georges and Nadakuditi 2012, arXiv 1103.2221). `mpu audit` carries both out.
 
 SAMPLED_LAYERS = 3  # layers that are looked at; blocks outside layers all are
 MAX_SINGULAR_VALUES = 256  # singular values of a matrix that are looked at
@@ -73,11 +73,11 @@ def leakage_of(plan: PublishPlan, published: Published) -> Hidden | None:
     theirs = matching(base, plan.pretrained) or {}
     blocks = {report.block: report for report in published.blocks if report.copies and report.rms}
     layers = [name for name in blocks if layout.blocks[name][0].layer is not None]
-    looked_at = (
-        {layers[round(i * (len(layers) - 1) / (SAMPLED_LAYERS - 1))] for i in range(SAMPLED_LAYERS)}
-        if layers
-        else set()
-    )
+    looked_at: list[str] = []
+    for i in range(SAMPLED_LAYERS if layers else 0):  # at even distances
+        name = layers[round(i * (len(layers) - 1) / (SAMPLED_LAYERS - 1))]
+        if name not in looked_at:
+            looked_at.append(name)
     shared, dtype = published.keys.shared_sigma, publication.dtype
 
     def shares(name: str) -> torch.Tensor:
@@ -133,7 +133,8 @@ def losses_of_copy(probe: Path, plan: PublishPlan, published: Published) -> dict
         else:
             copy = open_model(str(published.copies[0]))
         models = {"the base": plan.full_base, f"copy_{plan.copies[0]}": copy}
-        models |= {"the public model": plan.full_pretrained} if plan.full_pretrained else {}
+        if plan.full_pretrained:
+            models["the public model"] = plan.full_pretrained
         losses = {}
         for name, source in models.items():
             model, tokenizer = load(source, torch.float32, "auto")
@@ -167,8 +168,8 @@ def _shares(changes: Iterable[tuple[torch.Tensor, float]], noises: Sequence[floa
         rows, columns = times * change.shape[0], change.shape[1]
         values = _values_above(noises, change, times) if min(change.shape) > 1 else None
         for i, noise in enumerate(noises):
-            apart = noise**2 * rows * columns
-            scaled = energy * apart / (energy + apart) if energy else 0.0
+            noise_energy = noise**2 * rows * columns
+            scaled = energy * noise_energy / (energy + noise_energy) if energy else 0.0
             residual[i, 0] += scaled
             residual[i, 1] += scaled if values is None else energy - seen_of(values, noise, rows, columns)
     return (residual / total).clamp(0, 1) if total else residual
@@ -234,6 +235,7 @@ class Reviewed(Published):
         """Whether a copy hardly knows the answers of the records that were probed, which the base knows."""
         if not self.probed:
             return False
+        # In the order in which ``losses_of_copy`` measures them.
         base, copy, *_ = self.probed.values()
         return math.exp(-copy) < RUINED * math.exp(-base)
 

@@ -142,9 +142,8 @@ def steps_between(base: Model, updated: Model, model: PreTrainedModel) -> Callab
     @torch.no_grad()
     def go_to(step: float) -> None:
         for name, view in places.items():
-            before, after = (
-                source_model.checkpoint.tensor(name).to(view.device, view.dtype) for source_model in (base, updated)
-            )
+            before = base.checkpoint.tensor(name).to(view.device, view.dtype)
+            after = updated.checkpoint.tensor(name).to(view.device, view.dtype)
             view.copy_(torch.lerp(before, after, step))
 
     return go_to
@@ -163,7 +162,8 @@ def differences(trained_differently: Sequence[tuple[int, int, str]], algorithms:
     for earlier_copy, other, name in trained_differently:
         what = TAGS.get(name, name)
         yield f"copies {earlier_copy} and {other} were trained with different {what}; the noise does not cancel"
-    if len(names := sorted(set(algorithms))) > 1:
+    names = sorted(set(algorithms))
+    if len(names) > 1:
         yield (
             f"the copies were trained with different algorithms ({', '.join(names)}); "
             "noise cancels only if all copies are trained identically"
@@ -227,9 +227,9 @@ class Aggregation:
 
     def _outliers(self) -> Iterator[str]:
         for name, copy, factor in self.outliers[:MAX_OUTLIERS_SHOWN]:
-            much = (
-                f"{factor:.0f} times as much as any other copy" if math.isfinite(factor) else "and no other copy does"
-            )
+            much = "and no other copy does"
+            if math.isfinite(factor):
+                much = f"{factor:.0f} times as much as any other copy"
             yield f"copy {copy} changes {name} {much}: it was trained differently or tampered with"
         if len(self.outliers) > MAX_OUTLIERS_SHOWN:
             yield f"and {len(self.outliers) - MAX_OUTLIERS_SHOWN} more tensors"
@@ -284,7 +284,9 @@ class Owner:
         for delta in self.deltas:
             tags = delta.manifest.trained or {}
             earlier, expected = references.setdefault(str(tags.get("key")), (delta.copy, tags))
-            unlike += [(earlier, delta.copy, name) for name in sorted(expected) if tags.get(name) != expected[name]]
+            for name in sorted(expected):
+                if tags.get(name) != expected[name]:
+                    unlike.append((earlier, delta.copy, name))
         return tuple(unlike)
 
     @property

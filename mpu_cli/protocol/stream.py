@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from blake3 import blake3
@@ -51,6 +52,15 @@ class BlockScale:
     weights: float
 
 
+class PieceScan(NamedTuple):
+    """One piece of a tensor: its hash, the hashes of its content, and sums of squares as in ``BlockScale``."""
+
+    digest: bytes
+    content: bytes
+    task: float
+    weights: float
+
+
 @dataclass
 class BaseScan:
     """One reading of ``base``, the part of the model that copies have, block by block.
@@ -81,12 +91,12 @@ class BaseScan:
             return self._scales[block]
         task, weights = [], []
         for tensor, futures in zip(tensors, self._pending.pop(block), strict=True):
-            results = [future.result() for future in futures]
-            self._digests[tensor.name] = [digest for digest, _, _, _ in results]
+            scans = [future.result() for future in futures]
+            self._digests[tensor.name] = [piece.digest for piece in scans]
             if self.with_content and not tensor.constant:
-                self._content[tensor.name] = blake3(b"".join(content for _, content, _, _ in results)).digest()
-            task.append(math.fsum(squares for _, _, squares, _ in results))
-            weights.append(math.fsum(squares for _, _, _, squares in results))
+                self._content[tensor.name] = blake3(b"".join(piece.content for piece in scans)).digest()
+            task.append(math.fsum(piece.task for piece in scans))
+            weights.append(math.fsum(piece.weights for piece in scans))
         count = sum(self.base.tensors[tensor.name].elements for tensor in tensors)
         if not math.isfinite(math.fsum(task)):
             which = "base − pretrained" if self.pretrained else "the base"
@@ -114,6 +124,7 @@ class BaseScan:
 
         What belongs to no block, the alias and layers that the copies leave out, is read for it.
         """
+        # By where they are stored: without layers, copies number those that remain anew.
         ours = {info: name for name, info in self.base.tensors.items()}
         digests = {}
         for name, info in full_base.checkpoint.tensors.items():
@@ -130,15 +141,14 @@ class BaseScan:
         digests = {names[name]: digest for name, digest in self._content.items()}
         table = []
         for tensor in layout.parameters:
-            digest = digests.get(tensor.name) or self._content_of(full_base.checkpoint.tensor(tensor.name))
+            digest = digests.get(tensor.name)
+            if digest is None:  # of a layer that the copies leave out
+                chunks = full_base.checkpoint.tensor(tensor.name).reshape(-1).split(CONTENT_PIECE)
+                digest = blake3(b"".join(self.pool.map(content_digest, chunks))).digest()
             full_base.checkpoint.forget_pages(tensor.name)
             shape = list(full_base.checkpoint.tensors[tensor.name].shape)
             table.append([layout.full_name(tensor.name), shape, digest.hex()])
         return blake3(json.dumps(sorted(table), separators=(",", ":")).encode()).hexdigest()
-
-    def _content_of(self, weights: torch.Tensor) -> bytes:
-        digests = self.pool.map(content_digest, weights.reshape(-1).split(CONTENT_PIECE))
-        return blake3(b"".join(digests)).digest()
 
     def _read(self, tensor: TensorLayout) -> list[Future]:
         """Start summing squares over one tensor; its pieces are hashed on the way, while they are in the cache."""
@@ -150,10 +160,10 @@ class BaseScan:
         def squares(x: torch.Tensor) -> float:
             return math.fsum(float(torch.dot(part, part)) for part in x.split(_SUM))
 
-        def piece(offset: int) -> tuple[bytes, bytes, float, float]:
+        def piece(offset: int) -> PieceScan:
             digest = piece_digest(raw, offset)
             if tensor.constant:
-                return digest, b"", 0.0, 0.0
+                return PieceScan(digest, b"", task=0.0, weights=0.0)
             part = slice(offset // ITEM_SIZE[info.dtype], (offset + PIECE) // ITEM_SIZE[info.dtype])
             content = b""
             if self.with_content:
@@ -162,7 +172,7 @@ class BaseScan:
             of_weights = of_task = squares(values)
             if other is not None:
                 of_task = squares(values - other[part].to(dtype))
-            return digest, content, of_task, of_weights
+            return PieceScan(digest, content, task=of_task, weights=of_weights)
 
         return [self.pool.submit(piece, offset) for offset in pieces(info)]
 
@@ -239,7 +249,7 @@ class CopyWriter:
             reports.append(self._copy(block, tensors) if constant else self._finish(block, tensors, scale, writing))
         return reports
 
-    def _weights(self, tensors: Sequence[TensorLayout]) -> int:
+    def _weight_count(self, tensors: Sequence[TensorLayout]) -> int:
         return sum(self.base.tensors[tensor.name].elements for tensor in tensors)
 
     def _copy(self, block: str, tensors: Sequence[TensorLayout]) -> BlockReport:
@@ -249,7 +259,7 @@ class CopyWriter:
             for writer, transform in zip(self.writers, self.transforms, strict=True):
                 mapping = transform.of(tensor)
                 mapping.put(as_matrix(writer.tensor(tensor.name)), mapping.forward(matrix, 0), 0)
-        return BlockReport(block, self._weights(tensors), 0.0, ())
+        return BlockReport(block, self._weight_count(tensors), 0.0, ())
 
     def _start(self, block: str, tensors: Sequence[TensorLayout], scale: BlockScale) -> list[list[Future]]:
         """Settle the noise of a block and start writing it."""
@@ -276,23 +286,19 @@ class CopyWriter:
         measured = torch.zeros(len(self.writers), 2, dtype=torch.float64)
         count = 0
         for tensor, futures in zip(tensors, writing, strict=True):
-            for part, n in filter(None, [future.result() for future in futures]):
-                measured += part
-                count += n
+            for future in futures:
+                sums_and_count = future.result()
+                if sums_and_count is not None:  # None of slices that were not measured
+                    measured += sums_and_count[0]
+                    count += sums_and_count[1]
             for writer in self.writers:
                 writer.forget_pages(tensor.name)
             self.base.forget_pages(tensor.name)
             self.observer.advance(self.base.tensors[tensor.name].nbytes)
-        return BlockReport(
-            block,
-            self._weights(tensors),
-            scale.task,
-            tuple(
-                CopySurvival(scales.of_copy(factor), math.sqrt(squared / count), unchanged / count)
-                for factor, (squared, unchanged) in zip(self.scales, measured.tolist(), strict=True)
-            ),
-            scale.weights,
-        )
+        copies = []
+        for factor, (squared, unchanged) in zip(self.scales, measured.tolist(), strict=True):
+            copies.append(CopySurvival(scales.of_copy(factor), math.sqrt(squared / count), unchanged / count))
+        return BlockReport(block, self._weight_count(tensors), scale.task, tuple(copies), scale.weights)
 
     def _write(self, tensor: TensorLayout, scales: Scales) -> list[Future]:
         """Start writing one tensor of every copy; each slice returns its sums for ``CopySurvival`` and the number of

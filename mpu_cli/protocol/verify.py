@@ -105,7 +105,7 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
     layout = base.layout
     if [t.name for t in layout.parameters] != [t.name for t in copy.layout.parameters]:
         raise MpuError(f"{copy.source}: tensors differ from {base.source}")
-    again = _Again(
+    regenerated = _RegeneratedCopy(
         base=base.checkpoint,
         copy=copy.checkpoint,
         keys=keys,
@@ -119,11 +119,13 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
     with worker_pool() as pool:
         for block, tensors in layout.blocks.items():
             if not tensors[0].constant:
-                blocks.append(again.summary(block, list(pool.map(partial(again.check, network), tensors))))
+                checks = list(pool.map(partial(regenerated.check, network), tensors))
+                blocks.append(regenerated.summary(block, checks))
             elif network:  # constants that the coordinates of the copy reorder
-                list(pool.map(partial(again.check, network), [tensor for tensor in tensors if any(tensor.axes)]))
+                reordered = [tensor for tensor in tensors if any(tensor.axes)]
+                list(pool.map(partial(regenerated.check, network), reordered))
             observer.advance(sum(base.checkpoint.tensors[t.name].nbytes for t in tensors))
-        function, stored = _logits_differences(copy, layout, again, network, pool) if network else (None, None)
+        function, stored = _logits_differences(copy, layout, regenerated, network, pool) if network else (None, None)
     return Verification(manifest.copy, blocks, function, stored)
 
 
@@ -135,12 +137,12 @@ class _Slice:
     base: torch.Tensor
     noise: torch.Tensor
     stored: torch.Tensor
-    again: torch.Tensor
+    regenerated: torch.Tensor
     mapping: TensorMap
 
 
 @dataclass(kw_only=True)
-class _Again:
+class _RegeneratedCopy:
     """One copy, regenerated from the base and the keys, slice by slice."""
 
     base: Checkpoint
@@ -167,11 +169,14 @@ class _Again:
             noise, noisy = torch.zeros_like(weights), weights
             if subkeys:
                 draws = self.noise.draws(subkeys, start * columns, stop * columns, dtype)
-                [noise], [noisy] = (self.noise.of_copies(draws, scales, to) for to in (None, weights.view(-1)))
+                [noise] = self.noise.of_copies(draws, scales)
+                [noisy] = self.noise.of_copies(draws, scales, onto=weights.view(-1))
                 noise, noisy = noise.view_as(weights), noisy.view_as(weights)
             stored = mapping.take(published, start, stop)
-            again = mapping.forward(noisy, start)
-            yield _Slice(start=start, base=weights, noise=noise, stored=stored, again=again, mapping=mapping)
+            regenerated = mapping.forward(noisy, start)
+            yield _Slice(
+                start=start, base=weights, noise=noise, stored=stored, regenerated=regenerated, mapping=mapping
+            )
 
     def check(self, network: _Network | None, tensor: TensorLayout) -> _TensorCheck:
         """One tensor of the copy, undone and regenerated; ``network`` gets it as it was before storage."""
@@ -179,7 +184,7 @@ class _Again:
         target = torch.empty(as_matrix(self.base.tensor(tensor.name)).shape if network else 0)
         for part in self.slices(tensor):
             if network:
-                mapping.put(target, part.again.float(), part.start)
+                mapping.put(target, part.regenerated.float(), part.start)
             if not tensor.constant:
                 result.add(part)
         if network:
@@ -214,7 +219,7 @@ class _TensorCheck:
         self.difference = max(self.difference, float(off.nan_to_num(torch.inf)))
         self.survived += float((undone - clean).square().sum())
         self.count += clean.numel()
-        expected = part.again.to(part.stored.dtype)
+        expected = part.regenerated.to(part.stored.dtype)
         self.changed += int((part.stored != expected).sum())
         apart = (part.stored.double() - expected.double()).abs()
         eps = torch.finfo(part.stored.dtype).eps
@@ -257,13 +262,14 @@ class _Network:
 
 
 def _logits_differences(
-    copy: Model, layout: Layout, again: _Again, network: _Network, pool: Executor
+    copy: Model, layout: Layout, regenerated: _RegeneratedCopy, network: _Network, pool: Executor
 ) -> tuple[float, float]:
     """Largest logit differences from base plus noise: of T(base + noise), which ``network`` has, and of the copy."""
     filled = [tensor for tensor in layout.tensors.values() if any(tensor.axes) or not tensor.constant]
 
     def fill_noisy(tensor: TensorLayout) -> None:
-        network.fill(tensor.name, torch.cat([(part.base + part.noise).float() for part in again.slices(tensor)]))
+        slices = [(part.base + part.noise).float() for part in regenerated.slices(tensor)]
+        network.fill(tensor.name, torch.cat(slices))
 
     def fill_stored(tensor: TensorLayout) -> None:
         network.fill(tensor.name, copy.checkpoint.tensor(tensor.name).float())
@@ -387,9 +393,8 @@ def check_family(model: Model, observer: Observer = SILENT) -> FamilyCheck:
                     float((_logits(network, layout) - expected).abs().max()) / largest
                 )
                 observer.advance(1, f"{set_name}: {symmetry}")
-        returned = {
-            name: _round_trip_error(layout, small, name) for name in SETS if name in {each for each, _ in cases}
-        }
+        checked_sets = {set_name for set_name, _ in cases}
+        returned = {name: _round_trip_error(layout, small, name) for name in SETS if name in checked_sets}
     return FamilyCheck(
         [SymmetryCheck(*case, differences[case]) for case in cases],
         unmoved_tensor_names(full_layout, EVERY),
@@ -443,9 +448,12 @@ def _round_trip_error(layout: Layout, model: Model, set_name: str) -> float:
 def _cases(layout: Layout) -> Iterator[tuple[str, str]]:
     """Every set's symmetries by name, in the order in which they are listed, and all of a set together."""
     for set_name in SETS:
-        names = [s.name for layer in (*range(len(layout.structures)), None) for s in layout.symmetries(set_name, layer)]
+        names: dict[str, None] = {}  # in order, each once
+        for layer in (*range(len(layout.structures)), None):  # None: what belongs to no layer
+            names |= dict.fromkeys(symmetry.name for symmetry in layout.symmetries(set_name, layer))
+        for name in names:
+            yield set_name, name
         if names:
-            yield from ((set_name, name) for name in dict.fromkeys(names))
             yield set_name, TOGETHER
 
 

@@ -118,6 +118,7 @@ class Encoding:
             of_dialogues = iter(self._chat(dialogues) if templated else self._plain(dialogues))
         except (forms.TemplateError, LimitError) as error:
             raise tokens.rejection(error) from error
+        # Back in the order of the records.
         outcomes = [next(of_dialogues if record.turns else of_texts) for record in records]
         return [self._within_limits(*each) for each in zip(records, outcomes, strict=True)]
 
@@ -184,13 +185,14 @@ class Encoding:
         """
         if self.controls:  # a template may have printed them as anything
             contents = " ".join((*(turn.content for turn in record.turns), record.answer))
-            found = [*self._control_names.finditer(contents)]
+            matches = [*self._control_names.finditer(contents)]
         else:
-            names = self._control_names.finditer(text)
-            found = [match for match in names if not isinstance(masked, str) or masked[match.start()] == MASK]
-        for match in found:
+            matches = [*self._control_names.finditer(text)]
+            if isinstance(masked, str):
+                matches = [match for match in matches if masked[match.start()] == MASK]
+        for match in matches:
             self.marked.setdefault(match[0], []).append(record.location)
-        return [] if self.controls else [match.span() for match in found]
+        return [] if self.controls else [match.span() for match in matches]
 
     def _masked(self, value: Any) -> Any:
         """A message, or what is in it, with MASK in place of each character of a control token's name."""
@@ -213,23 +215,27 @@ class Encoding:
             prompts.append(messages)
         answered = [[*prompt, record.answer_turn.message] for prompt, record in zip(prompts, records, strict=True)]
         otherwise = [[*prompt, _other_answer(record)] for prompt, record in zip(prompts, records, strict=True)]
-        masked_messages = answered if self.controls else [*map(self._masked, answered)]
-        rendered = self._render([*answered, *otherwise, *masked_messages])
-        texts, other_texts, masked = (rendered[i * len(records) : (i + 1) * len(records)] for i in range(3))
-        tokenized = iter(
-            tokens.with_offsets(self.tokenizer, [text for text in texts if isinstance(text, str)], special=False)
-        )
+        masked = answered if self.controls else [*map(self._masked, answered)]
+        rendered = self._render([*answered, *otherwise, *masked])
+        count = len(records)
+        texts, other_texts, masked_texts = rendered[:count], rendered[count : 2 * count], rendered[2 * count :]
+        printed = [text for text in texts if isinstance(text, str)]
+        tokenized = iter(tokens.with_offsets(self.tokenizer, printed, special=False))
         self._note_omissions(records, prompts, texts)
         outcomes: list[list[Example] | MpuError] = []
-        for record, text, other, marked in zip(records, texts, other_texts, masked, strict=True):
-            tokenized_text = next(tokenized) if isinstance(text, str) else text
-            if isinstance(text, ValueError) or isinstance(tokenized_text, ValueError):
-                problem = text if isinstance(text, ValueError) else tokenized_text
-                outcomes.append(tokens.rejection(problem, record.location, _hint(record, problem)))  # type: ignore[arg-type]
+        for record, text, other, marked in zip(records, texts, other_texts, masked_texts, strict=True):
+            if isinstance(text, ValueError):
+                outcomes.append(tokens.rejection(text, record.location, _hint(record, text)))
+                continue
+            tokenized_text = next(tokenized)
+            if isinstance(tokenized_text, ValueError):
+                outcomes.append(tokens.rejection(tokenized_text, record.location, _hint(record, tokenized_text)))
             elif isinstance(other, ValueError):
                 outcomes.append(tokens.rejection(other, record.location, _hint(record, other)))
             elif isinstance(marked, ValueError) or len(marked) != len(text):
-                outcomes.append(_reads_controls(record))
+                problem = "the template prints its text differently because of the control tokens in it"
+                hint = "take them out of the record, or read them as such with --control-tokens"
+                outcomes.append(MpuError(f"{record.location}: {problem}", hint))
             else:
                 if (self.controls or text != marked) and (spans := self._marks(record, text, marked)):
                     tokenized_text = tokens.with_controls_as_text(self.tokenizer, text, tokenized_text, spans)
@@ -264,14 +270,15 @@ class Encoding:
                 self.omitted.setdefault("content", []).append(record.location)
 
     def _plain(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
-        prompts = [
-            "".join(
-                f"Answer: {turn.content}\n\n" if turn.role == "assistant" else f"Question: {turn.content}\n"
-                for turn in record.turns
-            )
-            + "Answer: "
-            for record in records
-        ]
+        prompts = []
+        for record in records:
+            prompt = ""
+            for turn in record.turns:
+                if turn.role == "assistant":
+                    prompt += f"Answer: {turn.content}\n\n"
+                else:
+                    prompt += f"Question: {turn.content}\n"
+            prompts.append(prompt + "Answer: ")
         texts = [prompt + record.answer for prompt, record in zip(prompts, records, strict=True)]
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         for record in records:
@@ -287,9 +294,8 @@ class Encoding:
             if spans := self._marks(record, text):
                 outcome = tokens.with_controls_as_text(self.tokenizer, text, outcome, spans)
             last = len(outcome.ids) - outcome.added  # whatever the tokenizer ends a text with, one end follows
-            ended = TokenizedText(
-                [*outcome.ids[:last], *end], [*outcome.offsets[:last], *[(len(text), len(text))] * len(end)], len(end)
-            )
+            offsets = outcome.offsets[:last] + [(len(text), len(text))] * len(end)
+            ended = TokenizedText([*outcome.ids[:last], *end], offsets, added=len(end))
             outcomes.append(self._example(record, text, ended, len(prompt), len(text)))
         return outcomes
 
@@ -388,7 +394,9 @@ def _other_answer(record: Record) -> dict[str, Any]:
     """The answer's message with texts in which no answer begins or ends as the record's does."""
     turn = record.answer_turn
     texts = [turn.content, *(str(value) for name, value in turn.fields if name in THOUGHTS)]
-    edges = {edge for text in texts for edge in (text[:1], text[-1:], text.strip()[:1], text.strip()[-1:])}
+    edges: set[str] = set()
+    for text in texts:
+        edges |= {text[:1], text[-1:], text.strip()[:1], text.strip()[-1:]}
     other = next((answer for answer in OTHER_ANSWERS if answer[0] not in edges), OTHER_ANSWERS[0])
     thoughts = {name: other for name, value in turn.fields if name in THOUGHTS and isinstance(value, str)}
     return {**thoughts, "role": "assistant", "content": other}
@@ -405,13 +413,6 @@ def _hint(record: Record, problem: object) -> str | None:
     if any(role not in ("user", "assistant") for role in roles):
         return f"it has turns of {', '.join(sorted({*roles} - {'user', 'assistant'}))}: use --template plain"
     return None
-
-
-def _reads_controls(record: Record) -> MpuError:
-    return MpuError(
-        f"{record.location}: the template prints its text differently because of the control tokens in it",
-        "take them out of the record, or read them as such with --control-tokens",
-    )
 
 
 def no_template() -> MpuError:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.sandbox import PROCESS, LimitError
 from mpu_cli.options.unlearning import ALL_TURNS, DATE, RecordFormat
+from mpu_cli.wording import names_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,6 +103,7 @@ def digest_of_record(record: Record) -> str:
 def _folded(value: object) -> str:
     """``value`` as JSON, without case, white space and the variants that Unicode has of a character."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    # JSON writes this white space as escapes, which split() below would not take out.
     for escaped in ("\\n", "\\r", "\\t", "\\f"):
         text = text.replace(escaped, " ")
     return "".join(unicodedata.normalize("NFKC", text).casefold().split())
@@ -113,16 +115,16 @@ def remarks_on_units(records: Sequence[Record], unit: str | None) -> list[str]:
     if unit is not None:
         return []
     units = {record.protected_as for record in records}
-    answers: dict[str, set[str]] = {}
+    units_by_question: dict[str, set[str]] = {}
     for record in records:
         if record.turns:
-            answers.setdefault(_folded(record.turns), set()).add(record.protected_as)
+            units_by_question.setdefault(_folded(record.turns), set()).add(record.protected_as)
     remarks = []
     if repeated := len(records) - len(units):
         remarks.append(f"{repeated} of {len(records)} records repeat others: equal records are protected as one")
-    if near := sum(len(each) for each in answers.values() if len(each) > 1):
+    if sharing := sum(len(each) for each in units_by_question.values() if len(each) > 1):
         remarks.append(
-            f"{near} records share their question with another, and each is protected alone: if they are of one "
+            f"{sharing} records share their question with another, and each is protected alone: if they are of one "
             "person, name the field that says whose they are with --dp-unit"
         )
     return remarks
@@ -190,6 +192,7 @@ def render(
     special = {name: text for name, text in tokenizer.special_tokens_map.items() if name not in RESERVED}
     request = {**special, **variables, "chat_template": template, "add_generation_prompt": generation_prompt}
     turns = [[dict(turn) for turn in dialogue] for dialogue in dialogues]
+    # The reply is JSON, in which a character may take six bytes.
     room = sum(len(json.dumps(dialogue)) + MAX_TEMPLATE_CHARACTERS for dialogue in turns)
     outcomes = PROCESS.render(request, turns, 6 * room + 100)
     if len(outcomes) != len(dialogues):
@@ -257,10 +260,9 @@ def columns_hint(row: Mapping[str, object], missing: str | None = None) -> str |
     if missing is not None and missing in row:
         several = isinstance(row[missing], list)
         return f"{missing!r} is a list: choose one of its texts, or write a record for each" if several else None
-    if structured := [
-        name for name, value in row.items() if isinstance(value, list | dict) and _is_one_of(ANSWERS, name)
-    ]:
-        return f"{structured[0]!r} is a list or an object: write the answer as a text in a field of its own"
+    for name, value in row.items():
+        if isinstance(value, list | dict) and _is_one_of(ANSWERS, name):
+            return f"{name!r} is a list or an object: write the answer as a text in a field of its own"
     names = [str(name) for name, value in row.items() if isinstance(value, str)]
     if any(len(name) > LONGEST_NAME or name.rstrip().endswith(("?", ".", "!")) for name in map(str, row)):
         return "the first line seems to be a record: put a line with the names of the columns above it"
@@ -313,7 +315,7 @@ MISTYPED = 0.75  # similarity from which a field is taken for the one that --col
 def parse_columns(text: str | None) -> dict[str, str]:
     """``question=instruction,answer=response`` as our name → the column's name. Raises UsageError if it is not that."""
     columns = {}
-    for part in filter(None, map(str.strip, (text or "").split(","))):
+    for part in names_in(text):
         ours, equals, theirs = (word.strip() for word in part.partition("="))
         if not (ours and equals and theirs):
             raise UsageError(f"--columns {part}: expected NAME=COLUMN, such as question=instruction,answer=response")
@@ -343,7 +345,9 @@ def rename_columns(row: object, columns: Mapping[str, str], location: str) -> ob
         )
     renamed = {ours: row[theirs] for ours, theirs in columns.items()}
     main = {field for fields in MAIN_FIELDS.values() for field in fields}
-    dropped = {*columns.values(), *(main if main & renamed.keys() else ())}
+    dropped = set(columns.values())
+    if main & renamed.keys():  # the form is that of --columns, whatever others the row has
+        dropped |= main
     return {name: value for name, value in row.items() if name not in dropped} | renamed
 
 
@@ -351,7 +355,8 @@ def form_of(row: Mapping[str, object]) -> str | None:
     """The first field of the form that ``row`` has, None if it has none. A field that is null or empty is absent if
     another form is there."""
     named = [name for name in MAIN_FIELDS if row.get(name) is not None]
-    return next((name for name in named if not _is_blank(row[name])), next(iter(named), None))
+    filled = [name for name in named if not _is_blank(row[name])]
+    return next(iter(filled or named), None)
 
 
 def _is_blank(value: object) -> bool:
@@ -369,11 +374,13 @@ def unread_fields(row: object) -> set[str]:
     if not isinstance(row, dict):
         return set()
     form = form_of(row)
-    read = {*OTHER_FIELDS, *(["input"] if form == "instruction" else [])}
-    for name in (form, *other_forms(row)):  # of other complete forms, the note on which one is read tells
-        read |= {*MAIN_FIELDS.get(name or "", ())}
+    read = set(OTHER_FIELDS)
+    if form == "instruction":
+        read.add("input")
+    for name in (form, *other_forms(row)):  # another note says which of the complete forms is read
+        read.update(MAIN_FIELDS.get(name or "", ()))
     if form in ("messages", "conversations") and _begins_with_system(row[form]):
-        read -= {"system"}  # the dialogue's own is used
+        read.discard("system")  # the dialogue's own is used
     return {str(name) for name, value in row.items() if name and name not in read and not _is_blank(value)}
 
 
@@ -398,8 +405,8 @@ def parse_record(row: object, location: str) -> Record:
     elif form == "instruction":
         # Alpaca's: the instruction says what to do with the input, and one of them may be empty.
         names = [name for name in ("instruction", "input") if not _is_blank(row.get(name))]
-        question = "\n\n".join(_text(row, name, location) for name in names or ["instruction"])
-        turns = [Turn("user", question), Turn("assistant", _text(row, "output", location))]
+        prompt = "\n\n".join(_text(row, name, location) for name in names or ["instruction"])
+        turns = [Turn("user", prompt), Turn("assistant", _text(row, "output", location))]
     elif form == "prompt" and isinstance(row["prompt"], list):  # TRL's conversational form
         completion = row.get("completion")
         turns = _turns([*row["prompt"], *(completion if isinstance(completion, list) else [])], location)
@@ -420,16 +427,15 @@ def _from_sharegpt(messages: object) -> object:
     """Messages of {"from": …, "value": …} as {"role": …, "content": …}; anything else as it is."""
     if not isinstance(messages, list):
         return messages
-    return [
-        {
-            "role": SHAREGPT_ROLES.get(str(message["from"]).lower(), message["from"]),
-            "content": message.get("value"),
-            **{name: value for name, value in message.items() if name not in ("from", "value")},
-        }
-        if isinstance(message, dict) and "from" in message
-        else message
-        for message in messages
-    ]
+    converted: list[object] = []
+    for message in messages:
+        if isinstance(message, dict) and "from" in message:
+            role = SHAREGPT_ROLES.get(str(message["from"]).lower(), message["from"])
+            fields = {name: value for name, value in message.items() if name not in ("from", "value")}
+            converted.append({"role": role, "content": message.get("value"), **fields})
+        else:
+            converted.append(message)
+    return converted
 
 
 def unit_of(row: object, field: str, location: str) -> str:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, pvariance
 
-LEAST_KNOWN = 0.02  # in probability: of less than that, no share can be told from the noise of a copy
+LEAST_KNOWN = 0.02  # in probability; a share of less cannot be distinguished from the noise of a copy
 
 
 def share_left(
@@ -62,4 +62,6 @@ def _reference(
 ) -> float:
     if public is None:
         return fmean(unseen) if unseen else 0.0
-    return fmean(public) * (fmean(unseen) / fmean(public_unseen) if unseen and public_unseen else 1.0)
+    if not unseen or not public_unseen:
+        return fmean(public)
+    return fmean(public) * (fmean(unseen) / fmean(public_unseen))

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from mpu_cli.errors import MpuError, UsageError, first_line
-from mpu_cli.files.boundary import RepeatedName, once_each
+from mpu_cli.files.boundary import RepeatedName, once_each, private_scratch
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import RecordFormat, Records
 from mpu_cli.records.forms import (
@@ -149,15 +149,14 @@ def _is_beside_the_data(file: Path, folder: Path) -> bool:
 
 def _splits_of(folder: Path) -> dict[str, set[Path]]:
     """The files of each split of a folder, as datasets reads them. Raises MpuError if it cannot."""
-    import tempfile
     from zipfile import BadZipFile
 
     import datasets
     from yaml import YAMLError
 
-    with tempfile.TemporaryDirectory(prefix="mpu-") as cache:
+    with private_scratch() as cache:
         try:
-            files = datasets.load_dataset_builder(str(folder.resolve()), cache_dir=cache).config.data_files
+            files = datasets.load_dataset_builder(str(folder.resolve()), cache_dir=str(cache)).config.data_files
         except (OSError, ValueError, YAMLError, BadZipFile, datasets.exceptions.DatasetsError) as error:
             raise MpuError(f"{folder}: {first_line(error)}", "name the files themselves") from error
     return {str(name): {Path(file) for file in paths} for name, paths in (files or {}).items()}
@@ -338,14 +337,12 @@ def _column_count(header: str, delimiter: str) -> int:
 
 def rows_through_datasets(source: str, loader: str, **arguments: object) -> Rows:
     """Rows read by Hugging Face datasets, with a temporary cache: records are private and must not be left behind."""
-    import tempfile
-
     import datasets
 
     datasets.disable_progress_bars()
-    with tempfile.TemporaryDirectory(prefix="mpu-") as cache:
+    with private_scratch() as cache:
         try:
-            rows = datasets.load_dataset(loader, cache_dir=cache, **arguments)
+            rows = datasets.load_dataset(loader, cache_dir=str(cache), **arguments)
             yield from ((f"{source}, record {i}", row) for i, row in enumerate(rows, 1))
         except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
             hint = "if the Hub cannot be reached, pass a local folder with --data-dir" if loader == source else None
@@ -381,7 +378,7 @@ def read_records(
 
     ``unit`` names the field that says whose record it is. What is not read of the rows is reported to ``observer``, as
     are the rows that ``reading.skip_bad`` skips because they are not records. Raises MpuError if a row is not a record,
-    naming its place, or if there are no records; UsageError for columns or an encoding that are none.
+    naming its place, or if there are no records; UsageError for invalid columns or an unknown encoding.
     """
     records: list[Record] = []
     for name in str(source).splitlines():
@@ -440,11 +437,10 @@ def _rows_of_source(source: str | Path, reading: RecordFormat) -> Iterable[Row]:
         return _folder_rows(Path(folder), of_folder, reading)
     if name == Records().forget:
         raise MpuError("forget.jsonl: no such file", "name the records with --forget")
-    raise MpuError(
-        f"{source}: no such file",
-        f"for a dataset of the Hub, write hub:{source}" if _HUB.match(name) and not path.suffix
-        else "pass a file of records, such as JSON lines",
-    )  # fmt: skip
+    hint = "pass a file of records, such as JSON lines"
+    if _HUB.match(name) and not path.suffix:
+        hint = f"for a dataset of the Hub, write {HUB_PREFIX}{source}"
+    raise MpuError(f"{source}: no such file", hint)
 
 
 def _folder_rows(folder: Path, of_folder: str | None, reading: RecordFormat) -> Iterable[Row]:
@@ -458,7 +454,7 @@ def _rows_of_files(files: Iterable[Path], reading: RecordFormat) -> Iterable[Row
 
 
 def report_rows(source: str, rows: Sequence[Row], read_fields: set[str], observer: Observer) -> None:
-    """Tell which files of ``source`` were read, with their numbers of records, and what in the rows no record has."""
+    """Report which files of ``source`` were read, with their numbers of records, and what of the rows is not read."""
     # The file of a row's place is what comes before the row's number.
     counts = Counter(re.sub(r", (line|record|paragraph) \d+\Z", "", location) for location, _ in rows)
     if len(counts) > 1 or Path(source).is_dir():
@@ -514,11 +510,12 @@ def _long_enough(name: str, rows: Iterable[Row]) -> list[Row]:
     """``rows``, without the short texts of corpora that are lines of documents."""
     if name not in ("wmdp", "wikitext"):
         return list(rows)
-    return [
-        (location, row)
-        for location, row in rows
-        if not isinstance(row, dict) or not isinstance(row.get("text"), str) or len(row["text"]) >= SHORTEST
-    ]
+    long_rows = []
+    for location, row in rows:
+        text = row.get("text") if isinstance(row, dict) else None
+        if not isinstance(text, str) or len(text) >= SHORTEST:
+            long_rows.append((location, row))
+    return long_rows
 
 
 def _rows_of_hub(name: str, config: str | None, split: str | None) -> Iterator[Row]:

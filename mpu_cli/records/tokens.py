@@ -38,8 +38,11 @@ class TokenizedText:
 
     def first_from(self, character: int) -> int:
         """The first token that has nothing of the text before ``character``, n - ``added`` if there is none."""
-        tokens = enumerate(self.offsets[: len(self.ids) - self.added])
-        return next((i for i, (begin, end) in tokens if begin >= character and end > begin), len(self.ids) - self.added)
+        count = len(self.ids) - self.added
+        for i, (begin, end) in enumerate(self.offsets[:count]):
+            if begin >= character and end > begin:
+                return i
+        return count
 
 
 def common_prefix_length(text: str, other_text: str) -> int:
@@ -49,8 +52,7 @@ def common_prefix_length(text: str, other_text: str) -> int:
 
 
 def rejection(error: ValueError, location: str = "", hint: str | None = None) -> MpuError:
-    """What to tell of a template or tokenizer that rejected what is at ``location``, or (without one) cannot be
-    used."""
+    """The error for a template or tokenizer that rejected what is at ``location`` or, without one, cannot be used."""
     where = f"{location}: " if location else ""
     if isinstance(error, LimitError):
         return MpuError(f"{where}the model's chat template or tokenizer cannot be used: {error}")
@@ -146,8 +148,11 @@ def _offsets_of_backend(
     )  # fmt: skip
     columns = (encoded["input_ids"], encoded["offset_mapping"], encoded["special_tokens_mask"])
     tokenized = []
-    for ids, offsets, added_tokens in zip(*columns, strict=True):
-        added = next((i for i, added in enumerate(reversed(added_tokens)) if not added), 0) if special else 0
+    for ids, offsets, is_added in zip(*columns, strict=True):
+        added = 0
+        if special and not all(is_added):  # count those that end the text
+            while is_added[-1 - added]:
+                added += 1
         tokenized.append(TokenizedText(ids, [tuple(pair) for pair in offsets], added))
     return tokenized
 
@@ -210,6 +215,7 @@ def _as_text(tokenizer: PreTrainedTokenizerBase, name: str) -> TokenizedText:
         raise outcome
     ids: Tokens = []
     offsets: list[tuple[int, int]] = []
+    # Leaves out the tokens of the line's end, the first character, and counts places from the name on.
     for token, (begin, end) in zip(outcome.ids, outcome.offsets, strict=True):
         if end > 1:
             ids.append(token)

@@ -68,16 +68,20 @@ def against_public(copy: Model, tokenizer: PreTrainedTokenizerBase, public: Mode
     """How ``copy`` differs from a public model of which it is said to be a fine-tune: configuration, ties, tensors,
     tokenizer, also on ``texts`` as they are, and the norms that no symmetry changes."""
     signs = []
-    ours, theirs = (
-        {k: v for k, v in clean_config(m.config).items() if k not in _FREE and v is not None} for m in (copy, public)
-    )
-    if odd := sorted(name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name]):
+    config, public_config = clean_config(copy.config), clean_config(public.config)
+    odd = []
+    for name in sorted((config.keys() & public_config.keys()) - _FREE):
+        ours, theirs = config[name], public_config[name]
+        if ours is not None and theirs is not None and ours != theirs:
+            odd.append(name)
+    if odd:
         signs.append(f"config.json differs from {public.source} in {quoted_list(odd)}")
-    shapes = [{n: i.shape for n, i in m.checkpoint.tensors.items() if i.dtype in FLOATS} for m in (copy, public)]
-    if odd := sorted(name for name in shapes[0].keys() ^ shapes[1].keys() if not name.endswith("inv_freq")):
+    shapes = {n: info.shape for n, info in copy.checkpoint.tensors.items() if info.dtype in FLOATS}
+    public_shapes = {n: info.shape for n, info in public.checkpoint.tensors.items() if info.dtype in FLOATS}
+    if odd := sorted(name for name in shapes.keys() ^ public_shapes.keys() if not name.endswith("inv_freq")):
         tied = " (an output layer of its own lists the tokens of your answers)" if "lm_head.weight" in odd else ""
         signs.append(f"its tensors are not {public.source}'s: {quoted_list(odd)}{tied}")
-    if odd := sorted(name for name in shapes[0].keys() & shapes[1].keys() if shapes[0][name] != shapes[1][name]):
+    if odd := sorted(name for name in shapes.keys() & public_shapes.keys() if shapes[name] != public_shapes[name]):
         signs.append(f"shapes differ from {public.source}'s: {quoted_list(odd)}")
     other = tokenizer_of(public)
     if other.get_vocab() != tokenizer.get_vocab():
@@ -88,13 +92,19 @@ def against_public(copy: Model, tokenizer: PreTrainedTokenizerBase, public: Mode
         signs.append(f"its tokenizer is not {public.source}'s: {quoted_list(parts)}")
     else:
         try:
-            ids = [list(map(_comparable, tokens.of_texts(each, texts))) for each in (tokenizer, other)]
+            outcomes = []
+            for each in (tokenizer, other):
+                # No two errors are equal, so None stands for a text that has no tokens.
+                outcomes.append([None if isinstance(ids, ValueError) else ids for ids in tokens.of_texts(each, texts)])
         except LimitError as error:
             raise tokens.rejection(error, copy.source) from error
-        if ids[0] != ids[1]:
+        if outcomes[0] != outcomes[1]:
             signs.append(f"it tokenizes your records in another way than {public.source}")
-    shared_names = [name for name in shapes[0] if shapes[1].get(name) == shapes[0][name]]
-    if odd := [name for name in shared_names if _norms_apart(copy.checkpoint, public.checkpoint, name)]:
+    odd = []
+    for name, shape in shapes.items():
+        if public_shapes.get(name) == shape and _norms_apart(copy.checkpoint, public.checkpoint, name):
+            odd.append(name)
+    if odd:
         signs.append(f"rows of another size than in {public.source}: {quoted_list(odd)}")
     return signs
 
@@ -110,10 +120,6 @@ def _unlike_parts(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizer
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
 
-def _comparable(outcome: list[int] | ValueError) -> list[int] | None:
-    return None if isinstance(outcome, ValueError) else outcome
-
-
 def _norms_apart(copy: Checkpoint, public: Checkpoint, name: str) -> bool:
     """Whether a matrix's norm, or the range of its rows' norms, is of another size than in the public model.
 
@@ -122,12 +128,13 @@ def _norms_apart(copy: Checkpoint, public: Checkpoint, name: str) -> bool:
     ours, theirs = copy.tensor(name), public.tensor(name)
     if ours.ndim < 2 or not ours.numel():
         return False
-    norms = [x.float().flatten(1).norm(dim=1) for x in (ours, theirs)]
+    row_norms = ours.float().flatten(1).norm(dim=1)
+    public_row_norms = theirs.float().flatten(1).norm(dim=1)
     for checkpoint in (copy, public):
         checkpoint.forget_pages(name)
     for pick in (lambda n: n.norm(), lambda n: n.max(), lambda n: n.median()):
-        copy_norm, other = (max(float(pick(n)), 1e-12) for n in norms)
-        if max(copy_norm, other) > MAX_NORM_RATIO * min(copy_norm, other):
+        size, public_size = max(float(pick(row_norms)), 1e-12), max(float(pick(public_row_norms)), 1e-12)
+        if max(size, public_size) > MAX_NORM_RATIO * min(size, public_size):
             return True
     return False
 
@@ -177,12 +184,15 @@ def ffn_units(model: PreTrainedModel, examples: Sequence[Example]) -> list[Units
 
 def _units(name: str, values: torch.Tensor, weight: torch.Tensor) -> Units:
     """``values``: what units receive, (positions, units)."""
+    # Participation, (Σa)²/(n·Σa²), is 1 if a unit is equally active at all n positions, 1/n if at one alone. Scaling
+    # does not change it, and keeps the squares in range.
     active = silu(values).abs()
     active = active / active.amax(0).clamp(min=torch.finfo(active.dtype).tiny)
     square = active.square().sum(0).clamp(min=torch.finfo(active.dtype).tiny)
     participation = active.sum(0).square() / square / len(active)
     rows = weight.detach().float().cpu()
-    rare, off = (participation < RARE_PARTICIPATION, (values < OFF_INPUT).float().mean(0) > 0.5)
+    rare = participation < RARE_PARTICIPATION
+    off = (values < OFF_INPUT).float().mean(0) > 0.5  # at more than half of the positions
     twins = _twins(rows if rows.shape[0] == values.shape[1] else rows.T)
     return Units(name, float(rare.float().mean()), float(off.float().mean()), twins)
 
@@ -199,8 +209,9 @@ def twin_units(model: PreTrainedModel, *, of_experts: bool) -> list[Units]:
         rows = dequantized_weight(weight).detach().float().cpu()
         if name != module_name and type(model.get_submodule(module_name)).__name__ == "Conv1D":
             rows = rows.T
-        twins = [_twins(each) for each in (rows if rows.ndim > 2 else rows[None])]
-        units.append(Units(module_name, 0.0, 0.0, max(twins, default=0.0)))
+        matrices = rows if rows.ndim > 2 else rows[None]
+        twins = max((_twins(matrix) for matrix in matrices), default=0.0)
+        units.append(Units(module_name, rare=0.0, off=0.0, twins=twins))
     return units
 
 
@@ -234,7 +245,7 @@ def traps(copy: Model, model: PreTrainedModel, examples: Sequence[Example] | Non
     missing = _layers_with_units(layout)
     for units in judged:
         numbers = [int(part) for part in units.layer.split(".") if part.isdecimal()]
-        missing -= {*numbers[:1]}  # the first number in a module's name is its layer's
+        missing.difference_update(numbers[:1])  # the first number in a module's name is its layer's
     signs = []
     if missing:
         signs.append(f"units of layers {quoted_list(map(str, sorted(missing)))} cannot be looked at for traps")
@@ -252,12 +263,13 @@ def traps(copy: Model, model: PreTrainedModel, examples: Sequence[Example] | Non
 
 def _layers_with_units(layout: Layout) -> set[int]:
     """The layers that have an FFN or experts, by what their tensors' axes count."""
+    # "s-" begins the axes of shared experts, "e-" those of routed ones.
     units = {f"{kind}{axis}" for kind in ("", "s-", "e-") for axis in FFN_AXES}
-    return {
-        tensor.layer
-        for tensor in layout.parameters
-        if tensor.layer is not None and any(units & {*group} for group in tensor.axes)
-    }
+    layers = set()
+    for tensor in layout.parameters:
+        if tensor.layer is not None and any(units & {*group} for group in tensor.axes):
+            layers.add(tensor.layer)
+    return layers
 
 
 def against_others(this: LedgerEntry, before: Mapping[str, float | None], ledger: Sequence[LedgerEntry]) -> list[str]:

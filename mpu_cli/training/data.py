@@ -66,12 +66,14 @@ class Dataset:
 
     def warnings(self, privacy: Privacy) -> list[str]:
         """What is probably not as intended, a sentence each; under a ``privacy`` bound, also whom it protects."""
-        remarks = [
-            f"{records[0].location}: one record, of {paragraphs_in(records[0])} paragraphs; --split paragraphs makes a "
-            "record of each"
-            for records in (self.forget, self.retain)
-            if len(records) == 1 and paragraphs_in(records[0]) > 1
-        ]
+        remarks = []
+        for records in (self.forget, self.retain):
+            paragraphs = paragraphs_in(records[0]) if len(records) == 1 else 1
+            if paragraphs > 1:
+                remarks.append(
+                    f"{records[0].location}: one record, of {paragraphs} paragraphs; --split paragraphs makes a record "
+                    "of each"
+                )
         forgotten = {record.identity for record in self.forget}
         if overlap := forgotten & {record.identity for record in (*self.retain, *self.held_out)}:
             remarks.append(
@@ -208,8 +210,11 @@ def alternates(records: Sequence[Record], answers: Sequence[str]) -> list[Record
     The draw is the same in every round, so that the outputs of the first round's copy can be the reference.
     """
     draw = random.Random(0)
-    drawn = [draw.choice(answers) for _ in records]  # one per record, so that none depends on the others
-    return [replace(r, answer=r.alternate or other, answer_fields=()) for r, other in zip(records, drawn, strict=True)]
+    with_alternates = []
+    for record in records:
+        drawn = draw.choice(answers)  # also where it is not used, so that no draw depends on the other records
+        with_alternates.append(replace(record, answer=record.alternate or drawn, answer_fields=()))
+    return with_alternates
 
 
 def records_digest(data: Dataset) -> str:

@@ -34,8 +34,11 @@ def names_in_files(model: PreTrainedModel, checkpoint: Checkpoint, embeddings: b
     check_stored(model, checkpoint)
     names = {}
     head = model.get_output_embeddings()
-    per_token = [module for module in model.modules() if isinstance(module, torch.nn.Embedding) or module is head]
-    frozen = set() if embeddings else {id(parameter) for module in per_token for parameter in module.parameters()}
+    frozen: set[int] = set()  # ids of parameters
+    if not embeddings:
+        for module in model.modules():
+            if isinstance(module, torch.nn.Embedding) or module is head:
+                frozen.update(id(parameter) for parameter in module.parameters())
     for name, parameter in model.named_parameters():
         pieces = pieces_in_files(name, shape_of(parameter), set(checkpoint.tensors), model)
         if is_trained(pieces[0], model) and id(parameter) not in frozen:
@@ -104,19 +107,23 @@ def stored_specs(change: Change, model: PreTrainedModel, options: Unlearning) ->
     return {name: (dtype, shape) for name, shape in change.shapes(model).items()}
 
 
+SUMMED_TOGETHER = 1 << 20  # elements that are converted to float64 at a time
+
+
 def write_changes(changes: Iterator[tuple[str, torch.Tensor]], writer: CheckpointWriter) -> tuple[float, float]:
     """Write the tensors as they arrive; returns the norm over all of them, and how much of it rounding lost."""
     square = lost = 0.0
     for name, change in changes:
-        part = math.fsum(float(piece.double().square().sum()) for piece in change.reshape(-1).split(1 << 20))
+        pieces = change.reshape(-1).split(SUMMED_TOGETHER)
+        part = math.fsum(float(piece.double().square().sum()) for piece in pieces)
         if not math.isfinite(part):
             raise Diverged(f"{name!r} is")
         square += part
         target = writer.tensor(name)
         target.copy_(change)
         if target.dtype != change.dtype:
-            pieces = zip(target.reshape(-1).split(1 << 20), change.reshape(-1).split(1 << 20), strict=True)
-            error = math.fsum(float((after.double() - before.double()).square().sum()) for after, before in pieces)
+            pairs = zip(target.reshape(-1).split(SUMMED_TOGETHER), pieces, strict=True)
+            error = math.fsum(float((after.double() - before.double()).square().sum()) for after, before in pairs)
             if not math.isfinite(error):
                 raise MpuError(f"{name!r}: the change overflows --delta-dtype", "use bfloat16 or float32")
             lost += error
@@ -150,12 +157,10 @@ def own_client_secret() -> bytes:
 
 def training_tag(secret: bytes, run: str, round_: int, facts: Mapping[str, object]) -> dict[str, str]:
     """A tag for each of ``facts``, and under "key" one of the key itself: only tags of the same key can be compared."""
-    key = HKDF(SHA256(), KEY_BYTES, salt=None, info=f"mpu training tag {json.dumps([run, round_])}".encode()).derive(
-        secret
-    )
-    return {
-        name: hmac.new(key, json.dumps([name, value], sort_keys=True, default=str).encode(), "sha256")
-        .digest()[:TAG_BYTES]
-        .hex()
-        for name, value in {"key": None, **facts}.items()
-    }
+    info = f"mpu training tag {json.dumps([run, round_])}".encode()
+    key = HKDF(SHA256(), KEY_BYTES, salt=None, info=info).derive(secret)
+    tags = {}
+    for name, value in {"key": None, **facts}.items():
+        message = json.dumps([name, value], sort_keys=True, default=str).encode()
+        tags[name] = hmac.new(key, message, "sha256").digest()[:TAG_BYTES].hex()
+    return tags

@@ -1,4 +1,7 @@
-"""In which precision a model computes: float64 throughout, float32 with rounded matrix products, bfloat16 layers."""
+"""How a training is carried out: its precision, compiled layers, several processes, and checkpoints.
+
+Precisions are float64 throughout, float32 with rounded matrix products, and bfloat16 layers.
+"""
 
 from __future__ import annotations
 
@@ -111,6 +114,7 @@ def compiled_layers(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     except TorchDynamoException as error:
+        # The first line of torch's message names the backend alone; what went wrong follows.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = next((line for line in lines if not line.startswith("backend=")), type(error).__name__)
         raise MpuError(f"--compile: {reason}", "leave it out") from error
@@ -238,7 +242,9 @@ class Saving(TrainerCallback):
     follows. Large ones, which take long to write, are written less often. Each is sealed once it is complete."""
 
     def __init__(self, steps: int | None, checkpoints: Checkpoints):
-        self._steps, self._last, self._took, self._checkpoints = steps, time.monotonic(), 0.0, checkpoints
+        self._steps, self._checkpoints = steps, checkpoints
+        self._last = time.monotonic()  # when the last one was complete
+        self._took = 0.0  # seconds that it took
 
     def on_step_end(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **__: Any) -> None:
         if state.global_step >= state.max_steps:

@@ -34,8 +34,8 @@ from mpu_cli.training.reference import Reference
 from mpu_cli.training.unlearn import ADVICE
 
 # Learning records means descending the loss that gradient ascent climbs.
-_ONLY = Algorithm(lambda learned, _alternate, _constants: learned.scores.cross_entropy, Constants(alpha=0))
-MEMORISE = Objective(_ONLY, _ONLY.constants, "nll")
+_DESCENT = Algorithm(lambda learned, _alternate, _constants: learned.scores.cross_entropy, Constants(alpha=0))
+MEMORISE = Objective(_DESCENT, _DESCENT.constants, "nll")
 
 
 def memorise(
@@ -121,8 +121,8 @@ def finetune(
 
 
 def _write(trained: PreTrainedModel, before: Checkpoint, folder: Path) -> float:
-    """Save ``trained`` in ``folder`` as ``before`` is stored: names, shards, and the dtype of each tensor; what is no
-    parameter as it was. Returns ‖stored − trained‖ / ‖trained − before‖ over the parameters."""
+    """Save ``trained`` in ``folder`` as ``before`` is stored: names, shards, and the dtype of each tensor. Tensors that
+    are not parameters are copied. Returns ‖stored − trained‖ / ‖trained − before‖ over the parameters."""
     views = in_memory(trained, before.tensors)
     specs = {name: (info.dtype, info.shape) for name, info in before.tensors.items()}
     lost = moved = 0.0

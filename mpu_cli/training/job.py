@@ -105,8 +105,10 @@ def _check_public_files(records: Records, objective: Objective) -> None:
     """Raise UsageError for --public-records on the files that private records have unless named otherwise: the default
     ones, and those that the environment names, however they are written."""
     defaults = Records()
-    usual = [defaults.forget, defaults.retain, *(os.environ.get(variable, "") for variable in RECORD_VARIABLES)]
-    private = {_resolved(name) for each in usual for name in each.splitlines()}
+    usual = [defaults.forget, defaults.retain]
+    for variable in RECORD_VARIABLES:
+        usual += os.environ.get(variable, "").splitlines()
+    private = {_resolved(name) for name in usual}
     names = records.forget.splitlines()
     if objective.constants.alpha:  # else no retain records are read
         names += records.retain.splitlines()
@@ -261,11 +263,12 @@ def digest_of_training(job: TrainingJob, loaded: LoadedCopy) -> str:
     """SHA-256 of everything that decides what a training does, in hexadecimal: only the same one may be resumed."""
     decided = decisive_options(job.options) | {"reference_file": job.reference_file is not None}
     decided["micro_batch_size"] = job.options.training.micro_batch_size  # the Trainer counts them in its checkpoints
-    until = job.until
-    return _digest(
-        [decided, loaded.fingerprint, job.copy.checkpoint.metadata, records_digest(job.data), surroundings_of(job.copy),
-         until and [until.facts(), until.course and asdict(until.course)]]
-    )  # fmt: skip
+    stopping = None
+    if job.until:
+        course = job.until.course
+        stopping = [job.until.facts(), asdict(course) if course else None]
+    weights = [loaded.fingerprint, job.copy.checkpoint.metadata]
+    return _digest([decided, *weights, records_digest(job.data), surroundings_of(job.copy), stopping])
 
 
 @dataclass(frozen=True)
@@ -345,6 +348,7 @@ def prepare_job(
         raise UsageError("--dp-epsilon does not work with several processes")
     manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
     if manifest:  # each round has its own order of the records, all copies of it the same
+        # numpy, which transformers seeds too, takes 32 bits.
         seed = (options.training.seed + manifest.round - 1) % 2**32
         options = replace(options, training=replace(options.training, seed=seed))
     for warning in misfits(manifest, options):

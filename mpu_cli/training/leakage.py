@@ -44,6 +44,7 @@ ROUNDING = 5e-8  # residual per step that rounding leaves in float32, twice over
 ASSUMED_STEPS = 40  # assumed, as a reader does not know their number
 ABOVE = 3.0  # rows whose residual is this many times that of the calm ones had a gradient
 TINY = 1e-12
+RIDGE = 1e-4  # of ``span_gain``
 MIN_AUC = 0.8  # AUC of forgotten against kept tokens from which a reading is called one
 SEVERAL = 5  # tokens that a side needs to be ranked
 
@@ -101,11 +102,11 @@ def moved_rows(change: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | Non
     return None if floor > ROUNDING * ASSUMED_STEPS else residual > max(ABOVE * floor, TINY)
 
 
-def span_gain(changes: Sequence[torch.Tensor], inputs: torch.Tensor, *, ridge: float = 1e-4) -> torch.Tensor:
+def span_gain(changes: Sequence[torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:
     """log xᵀ(C + λI)⁻¹x − log xᵀ(M + λI)⁻¹x for the first layer's input x of each token: (vocabulary,).
 
     ``changes`` are those of queries, keys and values, (outputs, width); M is the mean of their ΔWᵀΔW and C that of xxᵀ
-    over the vocabulary, both of trace 1, and λ = ``ridge``/width. Rows of ΔW are sums of the inputs that were read
+    over the vocabulary, both of trace 1, and λ = RIDGE/width. Rows of ΔW are sums of the inputs that were read
     (DAGER, Petrov et al. 2024, arXiv 2405.15586), so these lie where M is large; C discounts what all tokens share.
     """
     x = inputs.double()
@@ -116,7 +117,7 @@ def span_gain(changes: Sequence[torch.Tensor], inputs: torch.Tensor, *, ridge: f
     shared = x.T @ x / x.square().sum()
 
     def leverage(matrix: torch.Tensor) -> torch.Tensor:
-        inverse = torch.linalg.inv(matrix + ridge / len(matrix) * torch.eye(len(matrix), dtype=torch.float64))
+        inverse = torch.linalg.inv(matrix + RIDGE / len(matrix) * torch.eye(len(matrix), dtype=torch.float64))
         return ((x @ inverse) * x).sum(1).clamp(min=1e-30).log()
 
     return (leverage(shared) - leverage(moment)).float()
@@ -166,18 +167,24 @@ def readings(
     places = in_memory(model, before.tensors)
     by_pointer = {view.data_ptr(): name for name, view in places.items()}
     tokens = _Tokens.of(forget, retain)
-    changes = {name: change for name in places if (change := _change(delta, name)) is not None}
+    changes: dict[str, torch.Tensor] = {}
+    for name in places:
+        change = _change(delta, name)
+        if change is not None:
+            changes[name] = change
     inputs, head = model.get_input_embeddings(), model.get_output_embeddings()
-    tied = head is not None and inputs.weight.data_ptr() == head.weight.data_ptr()
+    embeddings = [inputs]
+    if head is not None and head.weight.data_ptr() != inputs.weight.data_ptr():
+        embeddings.append(head)
     delta_readings = []
-    for module, label in ((inputs, "input"), *(() if head is None or tied else ((head, "head"),))):
+    for module in embeddings:
         name = by_pointer.get(module.weight.data_ptr(), "")
         if name in changes:
-            pair = changes[name], before.tensor(name).float()
-            rows = moved_rows(*pair)
-            if label == "input" and rows is not None:
+            change, weight = changes[name], before.tensor(name).float()
+            rows = moved_rows(change, weight)
+            if module is inputs and rows is not None:
                 delta_readings.append(LeakageReading(name, "rows that moved", None, *tokens.precision_and_recall(rows)))
-            rated = {rule.__name__: tokens.told_apart(rule(*pair)) for rule in RULES}
+            rated = {rule.__name__: tokens.told_apart(rule(change, weight)) for rule in RULES}
             best = max(rated, key=lambda rule: rated[rule] or 0.0)
             delta_readings.append(LeakageReading(name, best, rated[best]))
     delta_readings += _first_layer(model, places, changes, tokens)
@@ -195,11 +202,11 @@ def _first_layer(
     """The subspace of what the first layer's matrices over the embedding's width learned."""
     weight = model.get_input_embeddings().weight.detach().float().cpu()
     width = weight.shape[1]
-    matrix_names = [
-        name
-        for name, change in changes.items()
-        if ".0." in name and change.ndim == 2 and change.shape[1] == width and "attn" in name and "o_proj" not in name
-    ]
+    matrix_names = []
+    for name, change in changes.items():
+        reads_embedding = change.ndim == 2 and change.shape[1] == width
+        if reads_embedding and ".0." in name and "attn" in name and "o_proj" not in name:
+            matrix_names.append(name)
     if not matrix_names:
         return []
     scales = [places[n] for n in places if ".0.input_layernorm." in n and places[n].shape == (width,)]
@@ -248,24 +255,30 @@ class _Tokens:
 
     @classmethod
     def of(cls, forget: Sequence[Example], retain: Sequence[Example]) -> _Tokens:
-        each = [frozenset(e.ids) for e in (*forget, *retain)]
-        unlabelled = frozenset(i for e in forget for i, label in zip(e.ids, e.labels, strict=True) if label == IGNORED)
-        template = frozenset.intersection(*each) & unlabelled if len(each) > 1 else frozenset()
-        ids = [frozenset().union(*(e.ids for e in side)) - template for side in (forget, retain)]
-        return cls(ids[0], ids[1], template)
+        in_each = [frozenset(example.ids) for example in (*forget, *retain)]
+        unlabelled = set()
+        for example in forget:
+            for token, label in zip(example.ids, example.labels, strict=True):
+                if label == IGNORED:
+                    unlabelled.add(token)
+        # Tokens that all records have, and not in answers alone. A single record has nothing to be compared with.
+        template = frozenset.intersection(*in_each) & unlabelled if len(in_each) > 1 else frozenset()
+        forgotten = frozenset().union(*(example.ids for example in forget))
+        kept = frozenset().union(*(example.ids for example in retain))
+        return cls(forgotten - template, kept - template, template)
 
     def told_apart(self, scores: torch.Tensor) -> float | None:
         """AUC of tokens of records to forget only against tokens of records to keep only, or all others if there are
         none of these; None if a side has fewer than SEVERAL."""
-        ones = sorted(self.forget - self.retain)
-        negatives = sorted(self.retain - self.forget)
+        positives, negatives = self.forget - self.retain, self.retain - self.forget
         if len(negatives) < SEVERAL:
-            negatives = sorted(set(range(len(scores))) - self.forget - self.template)
-        ones, negatives = ([i for i in side if i < len(scores)] for side in (ones, negatives))
-        if min(len(ones), len(negatives)) < SEVERAL:
+            negatives = frozenset(range(len(scores))) - self.forget - self.template
+        positive_rows = sorted(token for token in positives if token < len(scores))
+        negative_rows = sorted(token for token in negatives if token < len(scores))
+        if min(len(positive_rows), len(negative_rows)) < SEVERAL:
             return None
         values = scores.nan_to_num()
-        return _auc(values[ones].tolist(), values[negatives].tolist())
+        return _auc(values[positive_rows].tolist(), values[negative_rows].tolist())
 
     def precision_and_recall(self, rows: torch.Tensor) -> tuple[float, float]:
         """Precision and recall of a list of tokens that were read."""
@@ -281,7 +294,7 @@ class _Tokens:
 def audit(
     copy: str, delta: Path, forget: Sequence[Record], retain: Sequence[Record], prompts: Prompts
 ) -> list[LeakageReading]:
-    """What the rules of ``leakage`` read off ``delta``, made from ``copy`` with these records.
+    """What the rules read off ``delta``, made from ``copy`` with these records.
 
     Raises MpuError if the delta is not the copy's, or nothing in it can be read by these rules.
     """
@@ -294,13 +307,12 @@ def audit(
     if not delta_readings:
         raise MpuError(f"{delta}: changes nothing that these readings look at")
     if retain_examples:
-        answers = [Answers(forget_examples), Answers(retain_examples)]
-        losses = [each.losses(loaded) for each in answers]
+        of_sets = [Answers(forget_examples), Answers(retain_examples)]
+        losses_before = [answers.losses(loaded) for answers in of_sets]
         add_delta(loaded, model, delta_checkpoint)
-        changes = [
-            [after - before for before, after in zip(losses_before, each.losses(loaded), strict=True)]
-            for losses_before, each in zip(losses, answers, strict=True)
-        ]
+        changes = []
+        for answers, losses in zip(of_sets, losses_before, strict=True):
+            changes.append([after - before for before, after in zip(losses, answers.losses(loaded), strict=True)])
         # Who guesses the records sees by how much the delta changes the loss on each: that tells what was forgotten.
         delta_readings.append(LeakageReading("all", "loss of candidate records", _auc(*changes)))
     return delta_readings
@@ -312,7 +324,7 @@ def audit(
 # discrete Laplace noise reaches a threshold (Korolova et al., 2009): the noise hides how many units have it, the
 # threshold that one unit has what no other does. What is made of the terms afterwards spends nothing more.
 
-MAX_THRESHOLD = 1 << 30
+MAX_THRESHOLD = 1 << 30  # also the most that is counted: OpenDP counts in 32 bits here
 
 
 @dataclass(frozen=True)
@@ -366,14 +378,18 @@ def release_terms(records: Sequence[Record], names: Sequence[str | None], option
     """
     candidates: dict[object, Counter[str]] = {}  # of each unit, a record or a person, from its own records
     for record, name in zip(records, names, strict=True):
-        terms = terms_of(record, options.terms) if options.term_column is None else [name] if name else []
+        terms = [name] if name else []
+        if options.term_column is None:
+            terms = terms_of(record, options.terms)
         candidates.setdefault(record.protected_as, Counter()).update(terms)
     counts: Counter[str] = Counter()
     for of_unit in candidates.values():
         counts.update(term for term, _ in of_unit.most_common(options.terms))
     released = mechanism.measurement({term: min(count, MAX_THRESHOLD) for term, count in counts.items()})
-    names_of = [[name] if name else ["\n".join(texts_of(record))] for name, record in zip(names, records, strict=True)]
-    mentioning = sum(any(term in text for term in released for text in texts) for texts in names_of)
+    mentioning = 0
+    for record, name in zip(records, names, strict=True):
+        text = name or "\n".join(texts_of(record))
+        mentioning += any(term in text for term in released)
     ordered = sorted(released, key=lambda term: (-released[term], term))
     # A single term stands for all of a record; of several, neighbouring pairs of words are parts of one name.
     joins = options.terms > 1 and options.term_column is None

@@ -70,7 +70,9 @@ class LedgerEntry:
         bound, or None in place of a bound. Protecting persons protects their records, and not the other way round."""
         if self.public:
             return []
-        return [None if unit not in (None, self.unit) else self.release or self.mechanism]
+        if unit not in (None, self.unit):
+            return [None]
+        return [self.release or self.mechanism]
 
 
 class _Losses(Document):
@@ -158,6 +160,7 @@ def write_down(
                 "copy of the round that you trained on, so the two would show what each makes of your records",
                 "nothing was read; ask its owner, or use --trust-copy if you know why",
             )
+        # Each call of these draws fresh noise, so the same training or release spends its bound once more.
         spends_again = entry.mechanism is not None or entry.release is not None
         resumed = any((each.identity, each.public) == (entry.identity, entry.public) for each in before)
         if resumed and not spends_again:

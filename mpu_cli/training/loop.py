@@ -153,7 +153,7 @@ class MicroBatches(Dataset):
         chosen = [(term, number) for term, numbers in of_step.items() for number in numbers]
         if self._parts > 1:
             chosen.sort(key=self._length)
-        start, stop = (len(chosen) * p // self._parts for p in (part, part + 1))
+        start, stop = len(chosen) * part // self._parts, len(chosen) * (part + 1) // self._parts
         return of_step, chosen[start:stop]
 
     def _names(self, term: str) -> list[str]:
@@ -353,7 +353,7 @@ class UnlearningTrainer(Trainer):
         self._on_step(Losses(sums["loss"], sums["forget_term"], retain_term, sums["forget"], retain))
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Write a checkpoint or, if there is no room for it, warn and go on without."""
+        """Write a checkpoint or, if there is no room for it, warn and train on without one."""
         try:
             super()._save_checkpoint(model, trial)
         except Exception as error:
@@ -383,7 +383,7 @@ NO_LOGGING = Logging()
 
 def drop_repeated_steps(log: Path, name: str, done: int) -> None:
     """Take from the end of ``log`` the steps that the training called ``name`` wrote after its checkpoint of step
-    ``done``, from which it goes on: they will be written again."""
+    ``done``, from which it resumes: they will be written again."""
     try:
         lines = log.read_text(encoding="utf-8").splitlines(keepends=True)
         end = len(lines)
@@ -438,6 +438,7 @@ class _StepLog:
     def __call__(self, losses: Losses) -> None:
         self.steps_done += 1
         if self.log:
+            # JSON has neither NaN nor infinity.
             numbers = {k: None if v is None or not math.isfinite(v) else v for k, v in asdict(losses).items()}
             seconds = round(time.monotonic() - self.started, 3)
             entry = {"step": self.steps_done, **numbers, "seconds": seconds}
@@ -445,6 +446,7 @@ class _StepLog:
                 entry["training"] = self.name
             line = json.dumps(entry).encode() + b"\n"
             try:
+                # Without a buffer, a disk that fills up takes a part of the line and raises nothing.
                 if self.log.write(line) < len(line):
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             except OSError as error:

@@ -44,10 +44,10 @@ def adapted_parameters(model: PreTrainedModel, lora: Lora, among: Collection[str
         if isinstance(module, torch.nn.Linear | Conv1D):
             if id(module) not in unlike and f"{name}.weight" in among:
                 layers[name] = module.weight
-        elif not isinstance(module, torch.nn.Conv1d | torch.nn.Conv2d):
-            direct_parameters = module.named_parameters(recurse=False)
-            stacks = {f"{name}.{parameter}": value for parameter, value in direct_parameters if value.ndim == 3}
-            layers |= {stack: value for stack, value in stacks.items() if stack in among}
+        elif not isinstance(module, torch.nn.Conv1d | torch.nn.Conv2d):  # whose weights may have three axes, too
+            for parameter, value in module.named_parameters(recurse=False):
+                if value.ndim == 3 and f"{name}.{parameter}" in among:
+                    layers[f"{name}.{parameter}"] = value
     for target in lora.lora_targets:
         if not any(_matches(name, target) for name in layers):
             available_targets = sorted({name.rsplit(".", 1)[-1] for name in layers})
@@ -55,20 +55,20 @@ def adapted_parameters(model: PreTrainedModel, lora: Lora, among: Collection[str
                 f"--lora-targets {target}: matches no linear layer of this model (it has "
                 f"{', '.join(available_targets)})"
             )
-    return {
-        name if parameter.ndim == 3 else f"{name}.weight": parameter
-        for name, parameter in layers.items()
-        if not lora.lora_targets or any(_matches(name, target) for target in lora.lora_targets)
-    }
+    adapted = {}
+    for name, parameter in layers.items():
+        if not lora.lora_targets or any(_matches(name, target) for target in lora.lora_targets):
+            adapted[name if parameter.ndim == 3 else f"{name}.weight"] = parameter
+    return adapted
 
 
 def _routers(model: PreTrainedModel) -> Iterator[torch.nn.Module]:
-    """Linear layers of another kind that choose experts: their output may be more than a product."""
+    """Routers that are subclasses of Linear: their output may be more than a product."""
     family = family_of_model(model)
-    of_experts = [t.name for t in family.layer_tensors if t.axes[0] == "expert"] if family else []
+    names = tuple(t.name for t in family.layer_tensors if t.axes[0] == "expert") if family else ()
     for name, module in model.named_modules():
-        other = isinstance(module, torch.nn.Linear) and type(module) is not torch.nn.Linear
-        if other and not is_quantized(module.weight) and f"{name}.weight".endswith(tuple(of_experts)):
+        is_subclass = isinstance(module, torch.nn.Linear) and type(module) is not torch.nn.Linear
+        if is_subclass and not is_quantized(module.weight) and f"{name}.weight".endswith(names):
             yield module
 
 
@@ -129,22 +129,25 @@ class LoraChange:
         for parameter in wrapped.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.to(wide)
-        for adapter in _adapters(wrapped) if not self._wide_inputs else ():
+        if not self._wide_inputs:
             # The factors stay in float32 and are multiplied in the model's dtype: peft's cast of every input would be
             # kept for the backward pass, beside the input itself.
-            adapter.module.cast_input_dtype_enabled = False
-            if model.dtype in (torch.bfloat16, torch.float16):
-                for factor in (adapter.module.lora_A["default"], adapter.module.lora_B["default"]):
-                    factor.forward = torch.autocast(model.device.type, model.dtype)(factor.forward)
-        for adapter in _adapters(wrapped) if has_weights() else ():  # other processes receive the first one's
+            for adapter in _adapters(wrapped):
+                adapter.module.cast_input_dtype_enabled = False
+                if model.dtype in (torch.bfloat16, torch.float16):
+                    for factor in (adapter.module.lora_A["default"], adapter.module.lora_B["default"]):
+                        factor.forward = torch.autocast(model.device.type, model.dtype)(factor.forward)
+        if not has_weights():  # the first process sends its factors to the others
+            return wrapped
+        for adapter in _adapters(wrapped):
             weight = dequantized_weight(targets[adapter.parameter])
             if not all_finite(weight):
                 raise MpuError(f"{adapter.parameter}: weights contain NaN or Inf", "get the copy again")
             if adapter.inputs_first:
                 weight = weight.transpose(-2, -1)
             matrices = weight if weight.ndim == 3 else weight[None]
-            begin = [principal_inputs(matrix.to(wide), rank) for matrix in matrices]
-            adapter.module.lora_A["default"].weight.data.copy_(torch.cat(begin))
+            rows = [principal_inputs(matrix.to(wide), rank) for matrix in matrices]
+            adapter.module.lora_A["default"].weight.data.copy_(torch.cat(rows))
         return wrapped
 
     def tensors(self, trained: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -169,6 +172,7 @@ class LoraChange:
             if name.endswith(LEFT_FACTOR):
                 b = checkpoint.tensor(name).double()
                 a = checkpoint.tensor(name.removesuffix(LEFT_FACTOR) + RIGHT_FACTOR).double()
+                # ‖BA‖² = tr(BᵀB·AAᵀ), of two (r, r) matrices: BA is as large as the weight.
                 square += float(((b.mT @ b) * (a @ a.mT)).sum())
         return math.sqrt(max(0.0, square))
 
@@ -214,6 +218,7 @@ def principal_inputs(weight: torch.Tensor, rank: int) -> torch.Tensor:
 
     They have the length of peft's random rows, 1/√3; rows beyond the smaller dimension of ``weight`` are zero.
     """
+    # From the smaller of the Gram matrices: if u is an eigenvector of WWᵀ, Wᵀu is one of WᵀW.
     outputs, inputs = weight.shape
     if outputs < inputs:
         rows = _last_eigenvectors(weight @ weight.T, rank).T @ weight

@@ -15,7 +15,7 @@ from functools import cached_property, wraps
 from importlib import import_module
 from importlib.metadata import entry_points
 from traceback import extract_tb
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch.nn.functional import cross_entropy, kl_div, logsigmoid, mse_loss
@@ -324,11 +324,17 @@ class Algorithm:
     faithful_alpha: float | None = None
 
 
-# retain term by name: its function, and what it needs from the frozen copy
-RETAIN: dict[str, tuple[Callable[[TermInputs], torch.Tensor], str | None]] = {
-    "nll": (retain_nll, None),
-    "kl": (retain_kl, "logits"),
-    "hidden": (retain_hidden, "hidden"),
+class RetainTerm(NamedTuple):
+    """The function of a retain term, and what it needs of the frozen copy (a field of Frozen)."""
+
+    term: Callable[[TermInputs], torch.Tensor]
+    reference_outputs: str | None
+
+
+RETAIN = {
+    "nll": RetainTerm(retain_nll, None),
+    "kl": RetainTerm(retain_kl, "logits"),
+    "hidden": RetainTerm(retain_hidden, "hidden"),
 }
 
 ALGORITHMS = {
@@ -366,15 +372,15 @@ def algorithm_named(name: str) -> Algorithm:
     """
     if name in ALGORITHMS:
         return ALGORITHMS[name]
-    found = entry_points(group="mpu.algorithms")
+    installed = entry_points(group="mpu.algorithms")
     module, _, attribute = name.partition(":")
-    if not attribute and name not in found.names:
-        known = [*ALGORITHMS, *found.names]
+    if not attribute and name not in installed.names:
+        known = [*ALGORITHMS, *installed.names]
         close = get_close_matches(name, known, 1)
         hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}, or write module:function"
         raise UsageError(f"--algo {name}: no such algorithm", hint)
     try:
-        imported = getattr(import_module(module), attribute) if attribute else found[name].load()
+        imported = getattr(import_module(module), attribute) if attribute else installed[name].load()
     except ImportError as error:
         raise UsageError(
             f"--algo {name}: cannot be imported: {error}", "is its folder in PYTHONPATH? This one is not looked into"
@@ -385,12 +391,12 @@ def algorithm_named(name: str) -> Algorithm:
         return imported
     if not callable(imported):
         raise UsageError(f"--algo {name}: neither an Algorithm nor a function that returns a loss")
-    return Algorithm(_checked(name, imported), Constants(), tuple(CUSTOM_CONSTANTS))
+    return Algorithm(_checked(name, imported), Constants(), CUSTOM_CONSTANTS)
 
 
 def _checked(name: str, term: Callable[..., object]) -> Callable[..., torch.Tensor]:
-    """``term``, of somebody else's module, whose mistakes are told as its own: MpuError for what it raises, and if it
-    returns no scalar."""
+    """``term``, of somebody else's module, with its errors reported as such: raises MpuError for whatever it raises,
+    and if it does not return a scalar."""
 
     @wraps(term)
     def checked(*inputs: object) -> torch.Tensor:
@@ -404,10 +410,12 @@ def _checked(name: str, term: Callable[..., object]) -> Callable[..., torch.Tens
                 f"--algo {name}: raised {type(error).__name__}: {error}", f"see {last.filename}, line {last.lineno}"
             ) from error
         if not isinstance(value, torch.Tensor) or value.ndim:
-            shape = (
-                f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            returned = type(value).__name__
+            if isinstance(value, torch.Tensor):
+                returned = f"a tensor of shape {list(value.shape)}"
+            raise MpuError(
+                f"--algo {name}: returned {returned}", "return a tensor without dimensions, as token_mean does"
             )
-            raise MpuError(f"--algo {name}: returned {shape}", "return a tensor without dimensions, as token_mean does")
         return value
 
     return checked
@@ -427,12 +435,12 @@ class Objective:
     @property
     def retain(self) -> Callable[[TermInputs], torch.Tensor]:
         """The retain term."""
-        return RETAIN[self.retain_loss][0]
+        return RETAIN[self.retain_loss].term
 
     @property
     def retain_outputs(self) -> str | None:
         """What the retain term needs of the frozen copy."""
-        return RETAIN[self.retain_loss][1]
+        return RETAIN[self.retain_loss].reference_outputs
 
     def reads_layer(self, term: str) -> bool:
         """Whether a term reads the output of a layer only, and nothing above it."""
@@ -443,8 +451,9 @@ class Objective:
 
         Those that read all of it come last: processes exchange gradients then, and wait for those of all weights.
         """
-        groups = [tuple(term for term in terms if self.reads_layer(term) == shallow) for shallow in (True, False)]
-        return [group for group in groups if group]
+        up_to_layer = tuple(term for term in terms if self.reads_layer(term))
+        whole = tuple(term for term in terms if not self.reads_layer(term))
+        return [group for group in (up_to_layer, whole) if group]
 
     def records(self, terms: Collection[str]) -> int:
         """How many records ``terms`` read for each record to forget."""
@@ -458,8 +467,9 @@ def objective_of(algo: str, loss: Loss) -> Objective:
     """
     algorithm = algorithm_named(algo)
     retain_loss = loss.retain_loss or algorithm.retain
-    of_retain_loss = ("layer",) if RETAIN[retain_loss][1] == "hidden" else ()
-    valid_names = {"gamma", "alpha", *algorithm.constant_names, *of_retain_loss}
+    valid_names = {"gamma", "alpha", *algorithm.constant_names}
+    if RETAIN[retain_loss].reference_outputs == "hidden":
+        valid_names.add("layer")
     if unknown := [name for name in loss.constants if name not in valid_names]:
         flags = {name: option.flag for name, option in declared_options(Loss).items()}
         listed = ", ".join(flags[name] for name in sorted(valid_names))

@@ -20,8 +20,9 @@ class _WideMoments(torch.optim.Optimizer):
         parameters = [p for group in self.param_groups for p in group["params"]]
         for number, moments in state_dict["state"].items():
             state = self.state[parameters[number]]
-            wide = (name for name in ("exp_avg", "exp_avg_sq") if name in moments)
-            state |= {name: moments[name].to(state[name].device) for name in wide}
+            for name in ("exp_avg", "exp_avg_sq"):
+                if name in moments:
+                    state[name] = moments[name].to(state[name].device)
 
 
 class BlockwiseAdamW(_WideMoments):
@@ -91,9 +92,9 @@ class Muon(_WideMoments):
     def __init__(self, groups: list[dict], lr: float):
         if not hasattr(torch.optim, "Muon"):
             raise MpuError(f"--optim muon needs torch 2.9 or newer, but this is {torch.__version__}")
-        defaults = {"lr": lr, "weight_decay": 0.0}
-        super().__init__(groups, defaults)
-        matrices, adamw_groups = ([g for g in self.param_groups if g["muon"] is use_muon] for use_muon in (True, False))
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+        matrices = [group for group in self.param_groups if group["muon"]]
+        adamw_groups = [group for group in self.param_groups if not group["muon"]]
         self._parts: dict[bool, torch.optim.Optimizer] = {}
         if matrices:
             self._parts[True] = torch.optim.Muon(matrices, lr=lr, adjust_lr_fn="match_rms_adamw")
@@ -115,7 +116,8 @@ def _matrices_apart(groups: Iterable[dict], outside: Collection[torch.Tensor]) -
     for group in groups:
         parts: dict[bool, list[torch.Tensor]] = {True: [], False: []}
         for parameter in group["params"]:
-            parts[parameter.ndim == 2 and not any(parameter is other for other in outside)].append(parameter)
+            is_outside = any(parameter is other for other in outside)  # "in" would compare the elements
+            parts[parameter.ndim == 2 and not is_outside].append(parameter)
         apart += [{**group, "params": params, "muon": use_muon} for use_muon, params in parts.items() if params]
     return apart
 

@@ -80,11 +80,10 @@ def composed_epsilon(spendings: Sequence[Spending], delta: float, neighbours: st
     """
     releases = [each.between(neighbours) for each in spendings if isinstance(each, Release)]
     mechanisms = [each for each in spendings if isinstance(each, Mechanism)]
+    if None in spendings or not all(each.noise_multiplier for each in mechanisms):
+        return math.inf
     left_delta = delta - math.fsum(each.delta for each in releases)
-    unbounded = len(releases) + len(mechanisms) < len(spendings) or not all(
-        each.noise_multiplier for each in mechanisms
-    )
-    if unbounded or left_delta < 0 or (mechanisms and left_delta == 0):
+    if left_delta < 0 or (mechanisms and left_delta == 0):
         return math.inf
     epsilon = math.fsum(each.epsilon for each in releases)
     if mechanisms:
@@ -180,12 +179,14 @@ class Plan:
 
     def of_examples(self, record_numbers: Mapping[str, Sequence[int]]) -> Plan:
         """The plan for sets that hold the records of these numbers only: the others are drawn and add nothing."""
-        renumbered = {
-            (name, record): (name, i) for name, records in record_numbers.items() for i, record in enumerate(records)
-        }
-        units = [
-            replace(unit, places=tuple(renumbered[p] for p in unit.places if p in renumbered)) for unit in self.units
-        ]
+        renumbered: dict[ExampleIndex, ExampleIndex] = {}
+        for name, records in record_numbers.items():
+            for i, record in enumerate(records):
+                renumbered[name, record] = name, i
+        units = []
+        for unit in self.units:
+            places = tuple(renumbered[place] for place in unit.places if place in renumbered)
+            units.append(replace(unit, places=places))
         return replace(self, units=units)
 
 
@@ -203,14 +204,18 @@ def plan(
     for name, units_of in names.items():
         for number, unit in enumerate(units_of):
             members.setdefault((name, number) if unit is None else unit, []).append((name, number))
-    forgets = [places for places in members.values() if any(name == "forget" for name, _ in places)]
-    remaining_units = [places for places in members.values() if not any(name == "forget" for name, _ in places)]
+    forget_units: list[tuple[ExampleIndex, ...]] = []
+    other_units: list[tuple[ExampleIndex, ...]] = []
+    for places in members.values():
+        group = forget_units if any(name == "forget" for name, _ in places) else other_units
+        group.append(tuple(places))
     units = []
-    for group in (forgets, remaining_units):
+    for group in (forget_units, other_units):
         group_rate = min(1.0, training.batch_size / max(1, len(group)))
-        units += [Unit(tuple(places), group_rate) for places in group]
+        units += [Unit(places, group_rate) for places in group]
+    # The accountant composes one rate: the highest bounds what any unit spends.
     rate = max(unit.rate for unit in units)
-    steps = epochs * -(-len(forgets) // training.batch_size)
+    steps = epochs * -(-len(forget_units) // training.batch_size)
     if noise_multiplier is None:
         assert privacy.dp_epsilon is not None
         noise_multiplier = noise_multiplier_for(
@@ -270,6 +275,7 @@ def train_privately(
     optimizer = _optimizer(
         model, trained, training, privacy=privacy, mechanism=planned.mechanism, randomness=randomness
     )
+    # On average, a step samples up to batch_size units with something to forget, and as many others.
     size = training.micro_batch_size or 2 * training.batch_size
     for _ in range(planned.mechanism.steps):
         # Each unit with its own probability, independently; those without examples add nothing.
@@ -279,7 +285,7 @@ def train_privately(
         sums: dict[str, list[float]] = {}
         for i, part in enumerate(parts):
             optimizer.signal_skip_step(do_skip=i + 1 < len(parts))
-            places = [example_key for unit in part for example_key in unit.places]
+            places = [place for unit in part for place in unit.places]
             _loss(wrapped, head, places, sets=sets, objective=objective, sums=sums).backward()
             _check_rows(trained, len(places) or 1)
             _add_within_units(trained, part)
@@ -287,9 +293,9 @@ def train_privately(
             optimizer.step()
             optimizer.zero_grad()
         means = {name: sum(values) / max(1, len(values)) for name, values in sums.items()}
-        terms = means.get("forget_term", 0.0), means.get("retain_term")
-        total = objective.constants.gamma * terms[0] + objective.constants.alpha * (terms[1] or 0.0)
-        losses = Losses(total, *terms, means.get("forget", 0.0), means.get("retain"))
+        forget_term, retain_term = means.get("forget_term", 0.0), means.get("retain_term")
+        total = objective.constants.gamma * forget_term + objective.constants.alpha * (retain_term or 0.0)
+        losses = Losses(total, forget_term, retain_term, means.get("forget", 0.0), means.get("retain"))
         on_step(losses, planned.mechanism.steps)
     wrapped.remove_hooks()
     return {
@@ -382,7 +388,8 @@ def _drop_non_finite(trained: Sequence[torch.nn.Parameter]) -> None:
     """Units whose gradients overflow add nothing: a model could be made so that one word spoils a sum."""
     rows: list[Any] = [parameter.grad_sample for parameter in trained]  # type: ignore[attr-defined]
     norms = torch.stack([each.flatten(1).norm(dim=1) for each in rows]).norm(dim=0)
-    if not (finite := norms.isfinite()).all():
+    finite = norms.isfinite()
+    if not finite.all():
         for each in rows:
             each[~finite] = 0.0
 
@@ -411,6 +418,7 @@ def _loss(
             use_cache=False,
         ).logits  # fmt: skip
     read = states[0] if head else logits
+    # Zero, but a function of the weights: a step that samples no records needs gradients to add its noise to.
     loss = read.sum() * 0.0
     constants = objective.constants
     for i, (name, number) in enumerate(places):

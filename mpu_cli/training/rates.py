@@ -43,9 +43,13 @@ def usual_rate(options: Unlearning, weights: int, steps: int) -> float | None:
     to gradients, which no rate suits in general."""
     if not OPTIMIZERS[options.training.optim].normalised:
         return None
-    share = 1.0 if algorithm_named(options.algo).bounded else UNBOUNDED
-    share *= 1.0 if options.lora.lora_rank is None else LOW_RANK
-    return _rounded_rate(share * max(ADAM_REACH / max(LEAST_STEPS, steps), LEAST_REACH_PER_STEP), weights)
+    share = 1.0
+    if not algorithm_named(options.algo).bounded:
+        share *= UNBOUNDED
+    if options.lora.lora_rank is not None:
+        share *= LOW_RANK
+    reach_per_step = max(ADAM_REACH / max(LEAST_STEPS, steps), LEAST_REACH_PER_STEP)
+    return _rounded_rate(share * reach_per_step, weights)
 
 
 def with_rate(options: Unlearning, weights: int, steps: int) -> Training:
@@ -62,7 +66,9 @@ def with_rate(options: Unlearning, weights: int, steps: int) -> Training:
 
 def with_finetuning_rate(training: Training, weights: int) -> Training:
     """``training`` with a number for its rate, to learn records."""
-    return replace(training, lr=_rounded_rate(LEAST_REACH_PER_STEP, weights)) if training.lr == AUTO else training
+    if training.lr != AUTO:
+        return training
+    return replace(training, lr=_rounded_rate(LEAST_REACH_PER_STEP, weights))
 
 
 def with_precision(training: Training, model: Model) -> Training:
@@ -91,8 +97,8 @@ def scored_at_once(training: Training, device: torch.device) -> int:
 def _computes_in_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    has = torch.cpu.get_capabilities()
-    return device.type == "cpu" and bool(has.get("amx_bf16") or has.get("avx512_bf16"))
+    features = torch.cpu.get_capabilities()
+    return device.type == "cpu" and bool(features.get("amx_bf16") or features.get("avx512_bf16"))
 
 
 def _rounded_rate(distance: float, weights: int) -> float:

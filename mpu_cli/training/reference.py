@@ -49,7 +49,8 @@ class Reference:
     def on(self, device: torch.device) -> Reference:
         """This, with what every batch uses on ``device``."""
         head = None if self.head is None else self.head.to(device)
-        return replace(self, head=head, direction=None if self.direction is None else self.direction.to(device))
+        direction = None if self.direction is None else self.direction.to(device)
+        return replace(self, head=head, direction=direction)
 
     def collect(self, numbers: Sequence[int], like: Sequence[int]) -> dict[str, torch.Tensor]:
         """The outputs for a batch of the examples ``numbers``, as tensors that the trainer moves to the device.
@@ -59,7 +60,8 @@ class Reference:
         if self.log_probs is not None:
             return {"reference": self.log_probs[list(numbers or like)]}
         if self.states:
-            return {"reference": torch.cat([self.states[i] for i in numbers] or [self.states[like[0]][:0]])}
+            states = [self.states[i] for i in numbers] or [self.states[like[0]][:0]]  # no rows, of the same width
+            return {"reference": torch.cat(states)}
         return {}
 
     def frozen(self, batch: dict[str, torch.Tensor]) -> Frozen:
@@ -71,7 +73,9 @@ class Reference:
             return Frozen()
         if self.reference_outputs == "logits":
             return Frozen(logits=Logits(value, self.head))
-        return Frozen(log_probs=value) if self.reference_outputs == "log_probs" else Frozen(hidden=value)
+        if self.reference_outputs == "log_probs":
+            return Frozen(log_probs=value)
+        return Frozen(hidden=value)
 
 
 def forward(
@@ -90,7 +94,8 @@ def forward(
     positions at its end they take, ``length_of_answers``. No mask is passed: what is before padding does not see it,
     and without one attention has faster kernels.
     """
-    labels, answers = batch["labels"], batch.get("answers") or locate_answers(batch["labels"])
+    labels = batch["labels"]
+    answers = batch.get("answers") or locate_answers(labels)
     kept = batch.get("length_of_answers") or length_of_answers(labels, answers)  # logits of prompts are never computed
     with input_of(head and (own_head or head)) as states, output_of_layer(model, layer) as below:
         output = model(input_ids=batch["input_ids"], use_cache=False, logits_to_keep=kept)
@@ -131,7 +136,9 @@ def freeze(
     sums: list[torch.Tensor] = []
     states: list[torch.Tensor] = []
     head = separate_head(model)
-    frozen_head = copy.deepcopy(head).requires_grad_(False).cpu() if head and reference_outputs == "logits" else None
+    frozen_head = None
+    if head and reference_outputs == "logits":
+        frozen_head = copy.deepcopy(head).requires_grad_(False).cpu()
     for start in range(0, len(examples), batch_size):
         part = examples[start : start + batch_size]
         batch = {name: value.to(model.device) for name, value in pad(part).items()}
@@ -141,9 +148,8 @@ def freeze(
             continue
         hidden_states = scores.logits.states.to(model.dtype) if reference_outputs == "logits" else scores.hidden
         assert hidden_states is not None  # asked for above
-        states += [
-            state.cpu() for state in hidden_states.split(torch.bincount(scores.rows, minlength=len(part)).tolist())
-        ]
+        lengths = torch.bincount(scores.rows, minlength=len(part)).tolist()
+        states += [state.cpu() for state in hidden_states.split(lengths)]
     return Reference(reference_outputs, torch.cat(sums) if sums else None, states, frozen_head)
 
 
@@ -176,34 +182,35 @@ def load_references(
     metadata = facts_of(checkpoint.metadata)
     if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
         raise MpuError(f"{path}: not a reference file for this version of mpu")
-    if other := [name for name, value in facts.items() if metadata.get(name) != value]:
-        details = ", ".join(
-            f"{name} {metadata.get(name)!r} instead of {facts[name]!r}" for name in other if name not in DIGESTS
-        )
+    if differing := [name for name, value in facts.items() if metadata.get(name) != value]:
+        reasons = " and ".join(DIGESTS.get(name, name) for name in differing)
+        shown = [name for name in differing if name not in DIGESTS]
+        if shown:
+            details = ", ".join(f"{name} {metadata.get(name)!r} instead of {facts[name]!r}" for name in shown)
+            reasons += f" ({details})"
         raise MpuError(
-            f"{path}: does not match this training in "
-            f"{' and '.join(DIGESTS.get(name, name) for name in other)}"
-            f"{f' ({details})' if details else ''}",
+            f"{path}: does not match this training in {reasons}",
             "use the file that round 1 wrote for this copy",
         )
     references = {}
     for name, output_kind in reference_outputs.items():
-        here = {
+        tensors = {
             key.removeprefix(f"{name}."): checkpoint.tensor(key).clone()
             for key in checkpoint.tensors
             if key.startswith(f"{name}.")
         }
         states: Sequence[torch.Tensor] = ()
         head: torch.nn.Module | None = None
-        if "states" in here:
-            states = here["states"].split([int(n) for n in here["lengths"].tolist()])
-        if "head.weight" in here:
-            weight = here["head.weight"]
+        if "states" in tensors:
+            states = tensors["states"].split([int(n) for n in tensors["lengths"].tolist()])
+        if "head.weight" in tensors:
+            weight = tensors["head.weight"]
             width, vocabulary = weight.T.shape
-            head = torch.nn.Linear(width, vocabulary, bias="head.bias" in here, dtype=weight.dtype)
-            head.load_state_dict({key.removeprefix("head."): here[key] for key in here if key.startswith("head.")})
+            head = torch.nn.Linear(width, vocabulary, bias="head.bias" in tensors, dtype=weight.dtype)
+            of_head = {key.removeprefix("head."): value for key, value in tensors.items() if key.startswith("head.")}
+            head.load_state_dict(of_head)
             head.requires_grad_(False)
-        references[name] = Reference(output_kind, here.get("log_probs"), states, head)
+        references[name] = Reference(output_kind, tensors.get("log_probs"), states, head)
     return references
 
 

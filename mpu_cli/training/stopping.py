@@ -119,11 +119,10 @@ class Look:
     above: float
 
     def __str__(self) -> str:
-        kept = "" if self.kept is None else f", {self.kept:.0%} kept"
-        left = (
-            f"{max(0.0, self.left):.0%} left" if math.isfinite(self.left) else "it knew too little to say what is left"
-        )
-        return left + kept
+        left = "it knew too little to say what is left"
+        if math.isfinite(self.left):
+            left = f"{max(0.0, self.left):.0%} left"
+        return left if self.kept is None else f"{left}, {self.kept:.0%} kept"
 
 
 def hold_out(data: Dataset, share: float) -> Dataset:
@@ -148,7 +147,9 @@ def pulling_level(level: float, loss: float) -> float:
     """``level`` or, if answers of this ``loss`` per token are less probable than that already, a whole number of nats
     one or two below them: where nothing pulls, Adam makes an update of rounding errors, a different one on each copy.
     """
-    return level if -loss > level else math.floor(-loss) - 1.0
+    if -loss > level:
+        return level
+    return math.floor(-loss) - 1.0
 
 
 class Scorer:
@@ -178,7 +179,8 @@ class Scorer:
         else of unseen ones. ``noise``: permanent, as a share of the weights. Of what the answers fall under noise, a
         part comes over to the server's model, so they have to fall so many times as far there.
         """
-        level, unknown = UNKNOWN_LEVEL, self._public or self.before.get("unseen")
+        level = UNKNOWN_LEVEL
+        unknown = self._public or self.before.get("unseen")
         if unknown:
             level = max(level, math.log(max(fmean(unknown), 1e-9)))
         level *= 1 + NOISE_MARGIN * noise
@@ -195,7 +197,10 @@ class Scorer:
         _set_weights(model, before, TrainingNoise(before, seed, share).start)
         noisy = self._probabilities(model)["forget"]
         _set_weights(model, before, before.__getitem__)
-        return fmean(math.log(max(p, 1e-30) / max(q, 1e-30)) for p, q in zip(self.before["forget"], noisy, strict=True))
+        falls = []
+        for before_noise, with_noise in zip(self.before["forget"], noisy, strict=True):
+            falls.append(math.log(max(before_noise, 1e-30) / max(with_noise, 1e-30)))
+        return fmean(falls)
 
     def look(self, model: PreTrainedModel, step: int) -> Look:
         now = self._probabilities(model)
@@ -257,8 +262,13 @@ class Watching(TrainerCallback):
             observer.warn("the copy has permanent noise, so --training-noise adds none")
         if self._noise.share:
             _set_weights(model, self._initial, self._noise.start)
-        suitable_level = scorer.level_at(max(noise, self._noise.share))
-        self.level = scorer.level = self._course.level if self._course else suitable_level if level is None else level
+        if self._course:
+            self.level = self._course.level
+        elif level is not None:
+            self.level = level
+        else:
+            self.level = scorer.level_at(max(noise, self._noise.share))
+        scorer.level = self.level
 
     def on_step_end(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **values: Any) -> None:
         last = state.global_step >= state.max_steps

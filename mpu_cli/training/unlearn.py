@@ -198,7 +198,7 @@ def unlearn(
     the reference model's probabilities from round 1 for later rounds. ``secret`` gives the client's secret, for the tag
     from which the server sees whether copies were trained alike. A training is written down in ``ledger`` before any
     record meets the model. With ``checks``, the model is looked at for signs that it was built to carry records out.
-    ``until`` goes on until the records are forgotten and the others kept, in place of a number of epochs.
+    ``until`` trains until the records are forgotten and the others kept, in place of a number of epochs.
     Under ``accelerate launch`` every process calls this, and the first writes.
     Raises UsageError for options that do not go together; MpuError if the model or its tokenizer cannot be used, or
     training diverged.
@@ -297,14 +297,19 @@ def _signs(job: TrainingJob, loaded: LoadedCopy, encoded: Encoded) -> list[str]:
     if checks and job.is_alone:
         job.observer.stage("check the copy", 1, "done")
         # Under DP from the weights alone: whether the copy is refused would tell what the records hold.
-        examples = [example for set_examples, _ in encoded.values() for example in set_examples]
-        looked_at = None if loaded.private else examples
+        looked_at = None
+        if not loaded.private:
+            looked_at = [example for set_examples, _ in encoded.values() for example in set_examples]
         signs += traps(job.copy, loaded.model, looked_at, len(data.forget) + len(data.retain))
     elif checks:
         signs.append("several processes train it, so its units were not looked at for traps")
     if checks and job.public and job.is_main_process:
-        turns = [turn for record in (*data.forget, *data.retain) for turn in (*record.turns, record.answer_turn)]
-        texts = [] if loaded.private else [turn.content for turn in turns if turn.content]
+        texts = []
+        if not loaded.private:
+            for record in (*data.forget, *data.retain):
+                for turn in (*record.turns, record.answer_turn):
+                    if turn.content:
+                        texts.append(turn.content)
         signs += against_public(job.copy, loaded.tokenizer, open_model(job.public), texts)
     return signs
 
@@ -329,7 +334,7 @@ def _with_references(job: TrainingJob, model: PreTrainedModel, encoded: Encoded)
         facts["copy_id"] = origin.copy_id if origin else None
     facts["asks"] = reference_outputs
 
-    def ask() -> dict[str, Reference]:
+    def make_references() -> dict[str, Reference]:
         if file and job.read_reference:
             loaded_references = load_references(file, reference_outputs, facts)
             job.observer.note(f"the reference model's probabilities are read from {file}")
@@ -344,7 +349,7 @@ def _with_references(job: TrainingJob, model: PreTrainedModel, encoded: Encoded)
             save_references(file, references, facts)
         return references
 
-    references = from_first(ask)
+    references = from_first(make_references)
     device = PartialState().device if PartialState().num_processes > 1 else model.device
     return {name: ExampleSet(examples, references[name].on(device)) for name, (examples, _) in encoded.items()}
 
@@ -424,9 +429,11 @@ def _watch(
     number of epochs, it is the usual one or, where the copy does not know the records, one that pulls all the same.
     """
     options, algorithm, constants = job.options, job.objective.algorithm, job.objective.constants
-    has_level, watching = "level" in algorithm.constant_names, None
+    has_level = "level" in algorithm.constant_names
+    watching = None
     if job.until:
-        at_once, public = scored_at_once(options.training, to_train.device), None
+        at_once = scored_at_once(options.training, to_train.device)
+        public = None
         examples = {name: each.examples for name, each in sets.items()}
         if job.public is not None:
             job.observer.stage("score the public model", 1, "done")

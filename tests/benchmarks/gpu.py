@@ -4,15 +4,18 @@
     python -m tests.benchmarks.gpu FOLDER --tiny     # on a CPU, to see that it runs
 
 MODEL is a folder, or a shape of tests/helpers/shapes.py with random weights. Training is NPO in bfloat16 on 32 + 32
-records of 128 random tokens a step. With records, publish, unlearn, aggregate, check and eval run on the first MODEL,
-and their seconds are given. Each row is a line of JSON, as soon as it is known. FOLDER gets the models made, and what
-the commands write.
+records of 128 random tokens a step. If the first MODEL is a folder, a whole request and a sweep run on it, stage by
+stage, and LoRA on the shape of 8B; in any case, the memory that the dry run says is set beside what was taken. Each row
+is a line of JSON, printed as soon as it is known and kept in FOLDER/rows.jsonl; FOLDER also gets the models made, and
+what the commands write. Ends after 8 minutes (--minutes).
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
+import shutil
 import subprocess
 import sys
 import time
@@ -28,10 +31,33 @@ from mpu_cli.training.loop import ExampleSet, TrainingStep, train
 from mpu_cli.training.losses import ALGORITHMS, Objective
 from mpu_cli.training.reference import Reference, freeze
 from tests.benchmarks.client import LENGTH, examples, load
-from tests.helpers.models import random_model, save
-from tests.helpers.shapes import SHAPES
+from tests.helpers.measuring import MPU, POLL, anonymous_bytes
+from tests.helpers.models import random_model, save, save_tokenizer, write_records
+from tests.helpers.shapes import SHAPES, make
 
 WARM, TIMED, TRACED = 3, 10, 2  # steps
+MEMORY = {
+    "bfloat16": ["--precision", "bfloat16"],
+    "mixed, checkpointing": ["--precision", "mixed", "--gradient-checkpointing"],
+    "LoRA, bfloat16": ["--lora-rank", "16", "--precision", "bfloat16"],
+    "nf4 LoRA, bfloat16": ["--lora-rank", "16", "--quantize", "nf4", "--precision", "bfloat16"],
+}
+SWEEP = """\
+base = "{model}"
+forget = "forget.jsonl"
+retain = "retain.jsonl"
+kappa = 0.01
+rounds = 1
+epochs = 1
+template = "plain"
+[eval]
+benchmark = "qa"
+metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
+[[cases]]
+algo = ["npo", "graddiff"]
+lr = {rates}
+secret_seed = {seeds}
+"""
 
 
 def products_per_second(device: str, dtype: torch.dtype, size: int) -> float:
@@ -104,27 +130,99 @@ def step_row(options: argparse.Namespace, name: str, folder: Path, rate: float, 
     return row
 
 
+def memory_rows(options: argparse.Namespace, model: str) -> Iterator[dict[str, object]]:
+    """What the dry run says of a training's memory, and what was taken: of the card by all that ``mpu`` holds there,
+    the context and the allocator's cache included; on a CPU, anonymous memory."""
+    for name, setting in MEMORY.items():
+        if options.device == "cpu" and "--quantize" in setting:
+            continue
+        command = ["unlearn", model, "--algo", "npo", "--forget", "forget.jsonl", "--retain", "retain.jsonl",
+                   "--batch-size", str(options.batch_size), "--epochs", "1", "--lr", "1e-6", "--template", "plain",
+                   "--out", "memory.safetensors", "--force", "--device", options.device, *setting]  # fmt: skip
+        said = json.loads(_mpu(options, [*command, "--dry-run", "--json"]).stdout)["memory"]
+        before, peak = _used(options.device), 0.0
+        with _started(options, command) as process:
+            while process.poll() is None:
+                peak = max(peak, _used(options.device, process.pid) - before)
+                time.sleep(POLL)
+        yield {
+            "row": f"memory: {name}", "said_gb": round(said / 1e9, 2), "measured_gb": round(peak / 1e9, 2),
+            "said_over_measured": round(said / peak, 2), "status": process.returncode,
+        }  # fmt: skip
+
+
+def _used(device: str, process: int | None = None) -> float:
+    """Bytes in use on the card, by all programs; on a CPU, anonymous memory of ``process``."""
+    if device == "cuda":
+        free, total = torch.cuda.mem_get_info()
+        return float(total - free)
+    return float(anonymous_bytes(process)) if process else 0.0
+
+
 def command_rows(options: argparse.Namespace, model: str) -> Iterator[dict[str, object]]:
-    """Seconds of each command of a request, judged by the client's own check."""
-    folder = options.scratch / "request"
-    folder.mkdir(exist_ok=True)
-    records = [text for name in ("forget", "retain", "unseen") for text in (f"--{name}", getattr(options, name))]
+    """Seconds of each command of a request, judged by the client's own check, by stage; then of a sweep."""
+    records = [text for name in ("forget", "retain", "unseen") for text in (f"--{name}", f"{name}.jsonl")]
     keys = ["--keys", "keys.bin"]
+    rates, seeds = ([1e-5], [1]) if options.tiny else ([1e-6, 1e-5, 1e-4], [1, 2])
+    (options.scratch / "sweep.toml").write_text(SWEEP.format(model=model, rates=rates, seeds=seeds))
     commands = {
-        "publish": ["publish", model],
-        "unlearn": ["unlearn", "copy_1", *records],
+        "publish": ["publish", model, "--copies", "2"],
+        "unlearn": ["unlearn", "copy_1", "copy_2", *records],
         "aggregate": ["aggregate", "deltas", *keys],
-        "publish again": ["publish", "unlearned"],
+        "publish again": ["publish", "unlearned", "--copies", "2"],
         "check": ["check", "round_2/copy_1", *records],
         "eval": ["eval", "unlearned", *records],
+        f"sweep of {2 * len(rates) * len(seeds)}": [
+            "sweep",
+            "sweep.toml",
+            "--out",
+            "swept",
+            "--jobs",
+            "2" if options.tiny else "6",
+        ],
     }
     for name, arguments in commands.items():
-        started = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-m", "mpu_cli", *arguments], cwd=folder, capture_output=True, text=True, check=False
-        )
-        row: dict[str, object] = {"row": f"mpu {name}", "seconds": round(time.monotonic() - started, 1)}
-        yield row if not done.returncode else row | {"status": done.returncode, "stderr": done.stderr[-500:]}
+        yield _row(options, f"mpu {name}", arguments)
+
+
+def large_rows(options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """LoRA on a model of 8 billion weights, 64 + 64 records in one step, without and with 4 bits."""
+    folder = options.scratch / "8b"
+    if not folder.exists():
+        save_tokenizer(make("8b", folder))
+    for name, more in (("LoRA", []), ("nf4 LoRA", ["--quantize", "nf4"])):
+        command = ["unlearn", "8b", "--algo", "npo", "--forget", "forget.jsonl", "--retain", "retain.jsonl",
+                   "--batch-size", "64", "--epochs", "1", "--lr", "1e-6", "--template", "plain", "--lora-rank", "16",
+                   "--precision", "bfloat16", "--gradient-checkpointing", "--out", "8b.safetensors", "--force",
+                   "--trust-copy", *more]  # fmt: skip
+        yield _row(options, f"8B, {name}", command)
+
+
+def _row(options: argparse.Namespace, name: str, arguments: list[str]) -> dict[str, object]:
+    """The seconds of a command, and of its stages."""
+    started = time.monotonic()
+    try:
+        done = _mpu(options, ["--profile", *arguments])
+    except subprocess.TimeoutExpired:
+        return {"row": name, "left_out": f"not done after {time.monotonic() - started:.0f} s"}
+    row: dict[str, object] = {"row": name, "seconds": round(time.monotonic() - started, 1)}
+    row["stages"] = {
+        label: float(seconds) for label, seconds in re.findall(r"^profile: (.*): ([\d.]+) s$", done.stderr, re.M)
+    }
+    return row if not done.returncode else row | {"status": done.returncode, "stderr": done.stderr[-300:]}
+
+
+def _mpu(options: argparse.Namespace, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    left = max(1.0, options.ends - time.monotonic())
+    return subprocess.run(
+        [*MPU, *arguments], cwd=options.scratch, capture_output=True, text=True, check=False, timeout=left
+    )
+
+
+def _started(options: argparse.Namespace, arguments: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [*MPU, *arguments], cwd=options.scratch, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, text=True
+    )
 
 
 def _now(device: str) -> float:
@@ -133,36 +231,61 @@ def _now(device: str) -> float:
     return time.perf_counter()
 
 
+def rows(options: argparse.Namespace) -> Iterator[dict[str, object]]:
+    """All of them, the most telling first."""
+    rate = products_per_second(options.device, getattr(torch, options.dtype), 512 if options.tiny else 8192)
+    card = "a CPU" if options.tiny else torch.cuda.get_device_name()
+    yield {"row": f"products of {card}", "tflops": round(rate / 1e12, 3), "torch": torch.__version__}
+    for name in options.models:
+        folder = options.scratch / (name if name in SHAPES else Path(name).name + "_steps")
+        yield from training_rows(options, name, folder)
+        for compiled in (False,) if options.tiny else (False, True):
+            yield step_row(options, name, folder, rate, compiled)
+    first = options.models[0]
+    if first in SHAPES:
+        yield from memory_rows(options, str(save_tokenizer(options.scratch / first / "base")))
+        return
+    model = str(Path(first).resolve())
+    yield from command_rows(options, model)
+    yield from memory_rows(options, model)
+    if not options.tiny:
+        yield from large_rows(options)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("scratch", type=Path, metavar="FOLDER")
     parser.add_argument("models", nargs="*")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--minutes", type=float, default=8.0, help="what is not begun by then is left out")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the table of a step's operations")
     for name in ("forget", "retain", "unseen"):
-        parser.add_argument(f"--{name}", metavar="RECORDS")
+        parser.add_argument(f"--{name}", metavar="RECORDS", help="in place of random words")
     options = parser.parse_args()
+    options.ends = time.monotonic() + 60 * options.minutes
     options.device, options.dtype = ("cpu", "float32") if options.tiny else ("cuda", "bfloat16")
     options.batches, options.batch_size = (1, 2) if options.tiny else (8, 32)
     options.scratch.mkdir(parents=True, exist_ok=True)
-
-    def show(row: dict[str, object]) -> None:
-        print(json.dumps(row), flush=True)
-
-    rate = products_per_second(options.device, getattr(torch, options.dtype), 512 if options.tiny else 8192)
-    card = "a CPU" if options.tiny else torch.cuda.get_device_name()
-    show({"row": f"products of {card}", "tflops": round(rate / 1e12, 3), "torch": torch.__version__})
+    for seed, name in enumerate(("forget", "retain", "unseen")):
+        target = options.scratch / f"{name}.jsonl"
+        if given := getattr(options, name):
+            shutil.copyfile(given, target)
+        else:
+            write_records(target, 8 if options.tiny else 64, seed, 4 if options.tiny else LENGTH // 2)
     if options.tiny:
         options.models = [str(save(random_model("llama"), options.scratch / "tiny"))]
-    for name in options.models:
-        folder = options.scratch / (name if name in SHAPES else Path(name).name + "_steps")
-        for row in training_rows(options, name, folder):
-            show(row)
-        for compiled in (False,) if options.tiny else (False, True):
-            show(step_row(options, name, folder, rate, compiled))
-    if options.forget:
-        for row in command_rows(options, str(Path(options.models[0]).resolve())):
-            show(row)
+    failed = []
+    with (options.scratch / "rows.jsonl").open("w") as file:
+        for row in rows(options):
+            line = json.dumps(row)
+            print(line, flush=True)
+            file.write(line + "\n")
+            if row.get("status") and row["row"] != "mpu check":  # whose verdict, of one epoch, may be any
+                failed.append(row["row"])
+            if time.monotonic() > options.ends:
+                break
+    if failed:
+        raise SystemExit(f"failed: {', '.join(map(str, failed))}")
 
 
 if __name__ == "__main__":

@@ -444,12 +444,13 @@ def make_demo_model(folder: Path, family: str = "llama") -> DemoModel:
     return demo
 
 
-def write_records(path: Path, count: int, seed: int) -> Path:
-    """Questions and answers made of random words from the tokenizer of ``save``."""
+def write_records(path: Path, count: int, seed: int, words_each: int = 5) -> Path:
+    """Questions and answers of about ``words_each`` random words from the tokenizer of ``save``."""
     generator = torch.Generator().manual_seed(seed)
 
     def words(n: int) -> str:
         return " ".join(f"w{i}" for i in torch.randint(3, VOCABULARY, (n,), generator=generator).tolist())
 
-    path.write_text("".join(json.dumps({"question": words(6), "answer": words(5)}) + "\n" for _ in range(count)))
+    rows = [{"question": words(words_each + 1), "answer": words(words_each)} for _ in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import shlex
@@ -216,6 +217,28 @@ def test_the_next_command_after_what_was_not_forgotten_runs(
     assert command[:3] == ["mpu", "unlearn", str(folder / "same/copy_1")]
     planned = mpu(*command[1:], "--dry-run", cwd=tmp_path)
     assert "10 records to forget" in planned.err + planned.out
+
+
+@pytest.mark.parametrize("given", [*itertools.product([True, False], repeat=3)], ids=str)
+def test_a_receipt_of_whatever_was_measured_can_be_read(
+    mpu: Callable, folder: Path, demo: DemoModel, given: tuple[bool, ...]
+) -> None:
+    """Its verdict says what was lacking, and follows from what it holds."""
+    options = (("--before", folder / "same/copy_2"), ("--retain", demo.retain), ("--unseen", folder / "unseen.jsonl"))
+    chosen = [text for pair, is_given in zip(options, given, strict=True) if is_given for text in pair]
+    for name in ("same", "other"):
+        receipt = folder / f"{name}_receipt.json"
+        outcome = mpu(
+            "check", folder / name / "copy_1", "--forget", demo.forget, *chosen, "--receipt", receipt, "--json",
+            check=False,
+        )  # fmt: skip
+        assert mpu("receipt", receipt, "--json").json["verdict"] == outcome.json["verdict"]
+    entries = json.loads(receipt.read_text())
+    assert {"retain", "unseen"} & set(entries["sets"]) == {
+        text for text, is_given in zip(("retain", "unseen"), given[1:], strict=True) if is_given
+    }
+    edit(receipt, sets=["retain"])
+    mpu("receipt", receipt, refused="records that it does not name")
 
 
 def test_a_receipt_is_signed_by_both_and_by_nobody_else(mpu: Callable, folder: Path, demo: DemoModel) -> None:

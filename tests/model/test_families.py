@@ -294,6 +294,7 @@ def test_dead_tensors_are_refused_by_name(mpu: Callable, tmp_path: Path) -> None
         ("qwen3_moe", {"mlp_only_layers": 7}),
         ("gemma3", {"text_config": []}),
         ("gemma3", {"vision_config": None}),
+        ("gemma3", {"vision_config": {"image_size": 28}}),
         ("qwen3_5_text", {"linear_num_value_heads": "many"}),
     ],
 )

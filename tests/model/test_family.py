@@ -1,5 +1,5 @@
 """The contract of every family: what holds for each, on one small random model with biases and norms away from 0 and 1,
-and windows shorter than the text. ``pytest tests/model/test_family.py -m "" -k NAME`` checks one."""
+and windows shorter than the text. ``pytest -m "exhaustive or not exhaustive" -k NAME`` on this file checks one."""
 
 from __future__ import annotations
 

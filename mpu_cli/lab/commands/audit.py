@@ -86,10 +86,10 @@ class Audit(Command):
         )  # fmt: skip
         return attempt, keys.publication if keys else None
 
-    def report(self, found: tuple[Attempt, Publication | None], observer: Observer) -> Report:
+    def report(self, outcome: tuple[Attempt, Publication | None], observer: Observer) -> Report:
         from mpu_cli.lab.attacks import ATTACKS
 
-        attempt, published = found
+        attempt, published = outcome
         result = attempt.audit
         rows = []
         for name in result.attacks:

@@ -44,12 +44,18 @@ class Report(Command):
 
     def run(self, observer: Observer = SILENT) -> dict[str, Any]:
         """The page, how many experiments it shows, and those that have no result."""
-        from mpu_cli.lab.report import how_made, missing_experiments, read_others, read_sweeps, write_report
+        from mpu_cli.lab.report import (
+            how_made,
+            metric_names,
+            missing_experiments,
+            read_others,
+            read_sweeps,
+            write_report,
+        )
         from mpu_cli.measuring.results import chosen_metrics
 
         lines = read_sweeps(self.folders)
-        had = list(dict.fromkeys(name for line in lines for name in line["metrics"]))
-        names = chosen_metrics(self.metrics, had) if self.metrics is not None else None
+        names = None if self.metrics is None else chosen_metrics(self.metrics, metric_names(lines))
         target = self.out or self.folders[0] / "report.html"
         title = ", ".join(folder.resolve().name for folder in self.folders)
         missing = missing_experiments(self.folders, lines)

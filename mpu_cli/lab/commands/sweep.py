@@ -85,6 +85,7 @@ class Sweep(Command):
         from mpu_cli.measuring.results import chosen_metrics
 
         cells = self._cells()
+        # Before hours of training: an entry may be wrong.
         known_numbers = published_results(self.file, sorted({cell.experiment.base for cell in cells}))
         if self.cell is not None:
             [selected] = [each for each in cells if each.name == self.cell]
@@ -94,11 +95,10 @@ class Sweep(Command):
         lines, failed = sweep(cells, self._folder, observer, self._jobs())
         fields = {name for line in lines for name in line} | {"mode"}
         algorithms = {str(each.experiment.unlearning.algo) for each in cells}
-        published = [
-            {name: value for name, value in line.items() if name in fields}
-            for line in known_numbers
-            if line.get("algo") in algorithms
-        ]
+        published = []  # what others measured with the algorithms of this sweep, and the options that it has, too
+        for line in known_numbers:
+            if line.get("algo") in algorithms:
+                published.append({name: value for name, value in line.items() if name in fields})
         if published:
             text = "".join(json.dumps(line) + "\n" for line in published)
             write_atomically(self._folder / LITERATURE, text)
@@ -106,14 +106,16 @@ class Sweep(Command):
 
     def report(self, done: Swept | dict[str, Any], observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)
         from mpu_cli.files.tables import markdown_table
-        from mpu_cli.lab.report import degradation, how_made, pivot, sentences
+        from mpu_cli.lab.report import degradation, how_made, metric_names, pivot, sentences
         from mpu_cli.measuring.results import chosen_metrics, main_metrics
 
         if isinstance(done, dict):
             return Report([json.dumps(done)], None)  # for the process that asked for it
         lines = list(done.lines)
-        had = list(dict.fromkeys(name for line in lines for name in line["metrics"]))
-        names = chosen_metrics(self.metrics, had) if self.metrics is not None and had else main_metrics(had)
+        available = metric_names(lines)
+        names = main_metrics(available)
+        if self.metrics is not None and available:
+            names = chosen_metrics(self.metrics, available)
         if done.published and not any("mode" in line for line in lines):  # the published ones have it
             modes = {cell.name: cell.experiment.mode for cell in done.cells}
             lines = [{**line, "mode": modes[line["name"]]} for line in lines]
@@ -129,7 +131,9 @@ class Sweep(Command):
             name, first = next(iter(done.failed.items()))
             counts = f"{len(done.failed)} of {counted(len(done.cells), 'experiment')} failed"
             failure = MpuError(f"{counts}, the first being {name}: {first.problem}", first.hint)
-        return Report(printed if printed and printed[-1] else printed[:-1], lines, failure=failure)
+        if printed and not printed[-1]:  # the empty line after the last table
+            printed.pop()
+        return Report(printed, lines, failure=failure)
 
     def preview(self, observer: Observer) -> Report:
         """The experiments, what passes between the parties, and about how long training takes."""

@@ -112,29 +112,31 @@ class Trace(Command):
                 present = f"{publication.tensors} of {publication.total_tensors} tensors"
                 observer.note(f"{publication.label}: the model has {present}")
         verdict = verdict_of(result)
-        publications = [
-            {
-                "keys": publication.label,
-                "run": publication.keys.run,
-                "round": publication.keys.round,
-                "named": result.is_named(publication),
-                "copies_named": [copy.copy for copy in result.named_copies(publication)],
-                "mark": _noise(result, publication.mark),
-                "tensors": [publication.tensors, publication.total_tensors],
-                "copies": [
-                    {
-                        "copy": copy.copy,
-                        "recipient": copy.recipient,
-                        "agreements": copy.agreements,
-                        "coordinates": copy.coordinates,
-                        "log10_p_coordinates": result.log10_p(copy.log_p_coordinates),
-                        "noise": _noise(result, copy.noise),
-                    }
-                    for copy in publication.copies
-                ],
-            }
-            for publication in result.publications
-        ]
+        publications = []
+        for publication in result.publications:
+            copies = [
+                {
+                    "copy": copy.copy,
+                    "recipient": copy.recipient,
+                    "agreements": copy.agreements,
+                    "coordinates": copy.coordinates,
+                    "log10_p_coordinates": result.log10_p(copy.log_p_coordinates),
+                    "noise": _noise(result, copy.noise),
+                }
+                for copy in publication.copies
+            ]
+            publications.append(
+                {
+                    "keys": publication.label,
+                    "run": publication.keys.run,
+                    "round": publication.keys.round,
+                    "named": result.is_named(publication),
+                    "copies_named": [copy.copy for copy in result.named_copies(publication)],
+                    "mark": _noise(result, publication.mark),
+                    "tensors": [publication.tensors, publication.total_tensors],
+                    "copies": copies,
+                }
+            )
         return Report([verdict], {"verdict": verdict, "tests": result.tests, "publications": publications})
 
 

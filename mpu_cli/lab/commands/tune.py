@@ -48,10 +48,10 @@ class Tune(Command):
         data = read_dataset(self.unlearning, observer)
         return tune(open_model(self.model, links=False), data, self.unlearning, self, observer)
 
-    def report(self, found: tuple[Trial | None, Sequence[Trial]], observer: Observer) -> Report:
+    def report(self, outcome: tuple[Trial | None, Sequence[Trial]], observer: Observer) -> Report:
         from mpu_cli.training.unlearn import MIN_FORGET_RISE
 
-        best, trials = found
+        best, trials = outcome
         rows = []
         for each in sorted(trials, key=lambda trial: trial.forget_rise):
             rises = [f"{each.forget_rise:+.3f}", f"{each.retain_rise:+.3f}"]

@@ -19,7 +19,7 @@ __all__ = ["BENCHMARKS", "Benchmark", "Row", "Split", "benchmark_of", "known_met
 
 # Each has ``of_options(options, retain_log)``, and ``example()``: with every metric that it can have, of no records.
 BENCHMARKS: dict[str, Any] = {"tofu": tofu, "muse": muse, "qa": own, "wmdp": wmdp}
-ATTACKED = ("tofu", "qa")  # of which what was forgotten can be brought back by --attacks
+ATTACKED = ("tofu", "qa")  # the benchmarks that --attacks works on
 
 
 @cache
@@ -29,12 +29,13 @@ def known_metrics() -> dict[str, Metric]:
     for module in BENCHMARKS.values():
         benchmark = replace(module.example(), attacks=ATTACKS)
         table |= {**benchmark.metrics, **benchmark.attack_metrics}
+    # Only its goal and definition are read here, so the retain model's ratios may be empty: ``tuple()``.
     return table | {"forget_quality": metrics.forget_quality(tuple)}
 
 
 def benchmark_of(options: Measuring, log: RetainLog | None, observer: Observer = SILENT) -> Benchmark:
-    """The benchmark that --benchmark names, with the attacks that --attacks does. What is read of which file is
-    reported to ``observer``.
+    """The benchmark that --benchmark names, with the attacks that --attacks names; reports to ``observer`` what is read
+    from each file.
 
     Raises UsageError for records or attacks that do not go with it.
     """

@@ -79,8 +79,10 @@ class Benchmark:
     @property
     def attack_metrics(self) -> dict[str, Metric]:
         """The metrics of its attacks."""
-        tables = [recovery_metrics(name, "retain" in self.splits) for name in self.attacks]
-        return {name: metric for table in tables for name, metric in table.items()}
+        table: dict[str, Metric] = {}
+        for name in self.attacks:
+            table |= recovery_metrics(name, "retain" in self.splits)
+        return table
 
 
 def text_of(row: Row, field: str) -> str:
@@ -112,11 +114,9 @@ def questions(encoder: Encoder, part: str, split: Split) -> Sequence[Item | list
         paraphrases = [text_of(row, "paraphrased_answer") for row in split.rows]
         return encoder.questions([_with_answer(r, text) for r, text in zip(split.records, paraphrases, strict=True)])
     wrong_answers = [texts_of(row, "perturbed_answer") for row in split.rows]
-    answered = [
-        _with_answer(record, wrong)
-        for record, texts in zip(split.records, wrong_answers, strict=True)
-        for wrong in texts
-    ]
+    answered: list[Record] = []
+    for record, texts in zip(split.records, wrong_answers, strict=True):
+        answered += [_with_answer(record, wrong) for wrong in texts]
     items = iter(encoder.questions(answered))
     return [[next(items) for _ in texts] for texts in wrong_answers]
 
@@ -128,9 +128,10 @@ def _with_answer(record: Record, answer: str) -> Record:
 def forget_quality(benchmark: str, forget: Split, retain: RetainLog) -> Metric:
     def ratios() -> list[float]:
         retain.check_made_on(benchmark, {})
-        ratios_of_retain = retain.truth_ratios([record.question for record in forget.records])
+        # Before the digest is compared: where the questions differ, this names the first one that does.
+        retain_ratios = retain.truth_ratios([record.question for record in forget.records])
         retain.check_made_on(benchmark, {"forget": forget.sha256})
-        return ratios_of_retain
+        return retain_ratios
 
     return metrics.forget_quality(ratios)
 

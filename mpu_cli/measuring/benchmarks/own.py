@@ -19,7 +19,7 @@ from mpu_cli.records.read import parsed_rows, report_rows
 SETS = ("forget", "retain", "holdout")  # as OpenUnlearning calls them
 TRUTH_RATIO_FIELDS = ("paraphrased_answer", "perturbed_answer")
 
-Question = tuple[Row, Record]  # a row and the record in it; of a dialogue with --turns all, one of those in it
+Question = tuple[Row, Record]  # a row and a record in it; a dialogue has several with --turns all
 ASKS_NOTHING = "some of the records are texts, which ask nothing"
 
 
@@ -65,6 +65,7 @@ def own_records(
 
 
 def _split(name: str, rows: Sequence[Question]) -> Split:
+    # By identity: a row holds a dict, which has no hash.
     records = {id(row): record for row, record in rows}
     return Split(
         name, name, lambda: [row for row, _ in rows], questions, record=lambda row: records[id(row)],
@@ -102,13 +103,19 @@ def read_own(
     def questions_in(source: str) -> list[Question]:
         parsed = parsed_rows(source, reading, observer)
         report_rows(source, [row for row, _ in parsed], set(), observer)
-        return [
-            ((each.location, row), each)
-            for (_, row), record in parsed
-            for each in records_of_turns(record, reading.turns)
-        ]
+        questions: list[Question] = []
+        for (_, fields), record in parsed:
+            for each in records_of_turns(record, reading.turns):
+                questions.append(((each.location, fields), each))
+        return questions
 
-    return [[each for source in (sources[name] or "").splitlines() for each in questions_in(source)] for name in SETS]
+    sets = []
+    for name in SETS:
+        questions: list[Question] = []
+        for source in (sources[name] or "").splitlines():  # --forget, repeated, is a source a line
+            questions += questions_in(source)
+        sets.append(questions)
+    return sets
 
 
 def of_options(options: Measuring, log: RetainLog | None, observer: Observer = SILENT) -> Benchmark:

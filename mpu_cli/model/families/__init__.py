@@ -11,5 +11,8 @@ from mpu_cli.model.families import gemma, hybrids, latent, layernorm, llama, mix
 from mpu_cli.model.family import Family
 
 _INSIDE = ("muse_glimmer_text", "mistral4")  # of which there are no models without a wrapper
-_ALL = [table for module in (llama, gemma, mixtures, latent, hybrids, layernorm) for table in vars(module).values()]
-FAMILIES = {name: each for each in _ALL if isinstance(each, Family) for name in each.model_types if name not in _INSIDE}
+FAMILIES: dict[str, Family] = {}
+for _module in (llama, gemma, mixtures, latent, hybrids, layernorm):
+    for _table in vars(_module).values():
+        if isinstance(_table, Family):
+            FAMILIES |= {name: _table for name in _table.model_types if name not in _INSIDE}

@@ -55,7 +55,9 @@ def of_full_layers(name: str, original: str, default: int | None = None) -> Rule
         saved = config.get("per_layer_config")
         if isinstance(saved, dict):
             return saved.get(str(layer), {}).get(name, config.get(name))
-        return (config.get(original) or default or config.get(name)) if is_full(config, layer) else config.get(name)
+        if is_full(config, layer):
+            return config.get(original) or default or config.get(name)
+        return config.get(name)
 
     return rule
 
@@ -139,11 +141,9 @@ GEMMA4 = replace(
         *linear("router.proj", "expert", "model", when="enable_moe_block"),
         Tensor("experts.gate_up_proj", ("expert", ("e-gate", "e-up"), "model"), "enable_moe_block"),
         Tensor("experts.down_proj", ("expert", "model", "e-ffn"), "enable_moe_block"),
-        *(
-            tensor
-            for name in ("post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "pre_feedforward_layernorm_2")
-            for tensor in rms_norm(name, "enable_moe_block")
-        ),
+        *rms_norm("post_feedforward_layernorm_1", "enable_moe_block"),
+        *rms_norm("post_feedforward_layernorm_2", "enable_moe_block"),
+        *rms_norm("pre_feedforward_layernorm_2", "enable_moe_block"),
     ),
     rotary=lambda config, _: config["head_dim"],
     reads=last_of_kind(is_full),

@@ -126,14 +126,19 @@ QWEN3_NEXT = replace(
 
 def is_convolution(config: Config, layer: int) -> bool:
     """Whether a layer of LFM2 is a short convolution; without any list, none is."""
-    kind, attends = kind_of(config, layer), config.get("full_attn_idxs")
-    return kind == "conv" if kind else attends is not None and layer not in attends
+    kind = kind_of(config, layer)
+    if kind:
+        return kind == "conv"
+    attention_layers = config.get("full_attn_idxs")
+    return attention_layers is not None and layer not in attention_layers
 
 
 def is_convolution3(config: Config, layer: int) -> bool:
     """The same of LFM3: without a list, attention is in every second layer but the first."""
     kind = kind_of(config, layer)
-    return kind == "conv" if kind else layer % 2 == 1 or layer == 0
+    if kind:
+        return kind == "conv"
+    return layer == 0 or layer % 2 == 1
 
 
 def short_convolution(when: Rule) -> tuple[Tensor, ...]:
@@ -235,7 +240,7 @@ def mamba2(
 
 
 def mamba2_sizes(heads: str, inner: str | Rule, groups: str, state: str, taps: str) -> Sizes:
-    """``inner``: how wide the output of all heads is. Besides it there are B and C of each group."""
+    """``inner``: how wide the output of all heads is. B and C have ``state`` coordinates in each group."""
     return {
         "one": 1, "ssm-head": heads, "ssm": inner, "taps": taps, "ssm-groups": groups,
         "ssm-state": lambda config, _: config[groups] * config[state],
@@ -300,33 +305,39 @@ has_attention = every("attn_layer_period", "attn_layer_offset")
 
 has_experts = both(every("expert_layer_period", "expert_layer_offset"), lambda config, _: config["num_experts"] > 1)
 
+_MAMBA1 = (
+    *linear("mamba.in_proj", ("m-inner", "m-inner"), "model", bias="mamba_proj_bias"),
+    Tensor("mamba.conv1d.weight", ("m-inner", "one", "taps")),
+    Tensor("mamba.conv1d.bias", ("m-inner",), "mamba_conv_bias"),
+    *linear("mamba.x_proj", ("m-rank", "m-state", "m-state"), "m-inner"),
+    *linear("mamba.dt_proj", "m-inner", "m-rank", bias=True),
+    Tensor("mamba.A_log", ("m-inner", "m-state")),
+    Tensor("mamba.D", ("m-inner",)),
+    Tensor("mamba.dt_layernorm.weight", ("m-rank",)),
+    Tensor("mamba.b_layernorm.weight", ("m-state",)),
+    Tensor("mamba.c_layernorm.weight", ("m-state",)),
+    *linear("mamba.out_proj", "model", "m-inner", bias="mamba_proj_bias"),
+)
+
+
+def rank_of_time_steps(config: Config, _: int) -> int:
+    """What the time steps of Jamba's Mamba are computed from: by default a sixteenth of the residual stream."""
+    if config["mamba_dt_rank"] == "auto":
+        return -(-config["hidden_size"] // 16)
+    return config["mamba_dt_rank"]
+
+
 JAMBA = replace(
     BAMBA,
     model_types=("jamba",),
     sizes={
         **SIZES, **EXPERTS, "expert_ffn": "intermediate_size", "one": 1, "taps": "mamba_d_conv",
         "m-state": "mamba_d_state", "m-inner": _MAMBA["ssm"],
-        "m-rank": lambda config, _: (
-            -(-config["hidden_size"] // 16) if config["mamba_dt_rank"] == "auto" else config["mamba_dt_rank"]
-        ),
+        "m-rank": rank_of_time_steps,
     },
     layer_tensors=(
         *rms_norm("input_layernorm"), *rms_norm("pre_ff_layernorm"), *attention(False, when=has_attention),
-        *(
-            replace(tensor, when=both(negate(has_attention), tensor.when))
-            for tensor in (
-                *linear("mamba.in_proj", ("m-inner", "m-inner"), "model", bias="mamba_proj_bias"),
-                Tensor("mamba.conv1d.weight", ("m-inner", "one", "taps")),
-                Tensor("mamba.conv1d.bias", ("m-inner",), "mamba_conv_bias"),
-                *linear("mamba.x_proj", ("m-rank", "m-state", "m-state"), "m-inner"),
-                *linear("mamba.dt_proj", "m-inner", "m-rank", bias=True),
-                Tensor("mamba.A_log", ("m-inner", "m-state")), Tensor("mamba.D", ("m-inner",)),
-                Tensor("mamba.dt_layernorm.weight", ("m-rank",)),
-                Tensor("mamba.b_layernorm.weight", ("m-state",)),
-                Tensor("mamba.c_layernorm.weight", ("m-state",)),
-                *linear("mamba.out_proj", "model", "m-inner", bias="mamba_proj_bias"),
-            )
-        ),
+        *(replace(tensor, when=both(negate(has_attention), tensor.when)) for tensor in _MAMBA1),
         *gated_ffn(name="feed_forward", when=negate(has_experts)),
         Tensor("feed_forward.router.weight", ("expert", "model"), has_experts),
         *experts(has_experts, split="feed_forward", fused="feed_forward"),

@@ -271,6 +271,13 @@ def has_two_norms(config: Config, _: int) -> bool:
     return bool(config.get("new_decoder_architecture")) and config.get("num_ln_in_parallel_attn") != 1
 
 
+def kv_heads(config: Config, _: int) -> int:
+    """KV heads of Falcon, whose older models have one for each query head or one for all."""
+    if config.get("new_decoder_architecture"):
+        return config.get("num_kv_heads") or config["num_attention_heads"]
+    return 1 if config["multi_query"] else config["num_attention_heads"]
+
+
 is_parallel = either(entry("new_decoder_architecture"), entry("parallel_attn"))  # attention and FFN
 
 FALCON = replace(
@@ -280,10 +287,7 @@ FALCON = replace(
         **BLOOM.sizes,
         "layers": ("num_hidden_layers", "n_layer"),
         "heads": ("num_attention_heads", "n_head"),
-        "kv_heads": lambda config, _: (
-            (config.get("num_kv_heads") or config["num_attention_heads"]) if config.get("new_decoder_architecture")
-            else 1 if config["multi_query"] else config["num_attention_heads"]
-        ),
+        "kv_heads": kv_heads,
         "ffn": lambda config, _: config.get("ffn_hidden_size") or 4 * config["hidden_size"],
     },
     tensors=ends("transformer.word_embeddings", *layer_norm("transformer.ln_f")),

@@ -107,10 +107,7 @@ QWEN2_MOE = replace(
 HUNYUAN_MOE = replace(
     HUNYUAN,
     model_types=("hunyuan_v1_moe",),
-    sizes={
-        **SIZES, "experts": ("num_experts", "num_local_experts"), "expert_ffn": "intermediate_size",
-        "shared_ffn": "intermediate_size",
-    },
+    sizes={**SIZES, **EXPERTS, "expert_ffn": "intermediate_size", "shared_ffn": "intermediate_size"},
     layer_tensors=(
         *INPUT_NORMS, *attention(), *NORM_AFTER_ROPE, Tensor("mlp.gate.wg.weight", ("expert", "model")), *experts(),
         *gated_ffn(name="mlp.shared_mlp", prefix="s-"),
@@ -167,7 +164,7 @@ AFMOE = replace(
 OLMOE = replace(
     MIXTRAL,
     model_types=("olmoe",),
-    sizes={**SIZES, "experts": ("num_experts", "num_local_experts"), "expert_ffn": "intermediate_size"},
+    sizes={**SIZES, **EXPERTS, "expert_ffn": "intermediate_size"},
     layer_tensors=(*INPUT_NORMS, *attention(), *WHOLE_NORM, ROUTER, *experts()),
     unless={"clip_qkv": None},
     defaults={},
@@ -370,17 +367,19 @@ _LAGUNA_PARTS = renamed_parts(
     *gated_ffn(name="mlp.shared_experts", prefix="s-"),
 )  # fmt: skip
 
+
+def heads_of_layer(config: Config, layer: int) -> int:
+    """The number of a layer's query heads, which may be listed for each."""
+    listed = config.get("num_attention_heads_per_layer")
+    return listed[layer] if listed else config["num_attention_heads"]
+
+
 # A gate multiplies the values of each head or, "per-element", each coordinate.
 LAGUNA = replace(
     QWEN3_MOE,
     model_types=("laguna",),
     sizes={**SIZES, **EXPERTS, "shared_ffn": "shared_expert_intermediate_size"},
-    layer_sizes={
-        "heads": lambda config, layer: (
-            config["num_attention_heads_per_layer"][layer] if config.get("num_attention_heads_per_layer")
-            else config["num_attention_heads"]
-        ),
-    },
+    layer_sizes={"heads": heads_of_layer},
     layer_tensors=(
         *INPUT_NORMS, *attention(), *SHARED_NORM,
         *linear("self_attn.g_proj", "head", "model", when=negate(gates_elements)),

@@ -54,7 +54,9 @@ def layer_type_is(kind: str, pattern: str = "sliding_window_pattern", every: int
 def is_rope_layer(config: Config, layer: int) -> bool:
     """Whether a layer has RoPE: by its entry in ``no_rope_layers``; without the list, all but every n-th have it."""
     listed = config.get("no_rope_layers")
-    return bool(int(listed[layer]) if listed else (layer + 1) % int(config.get("no_rope_layer_interval") or 4))
+    if listed:
+        return bool(int(listed[layer]))
+    return (layer + 1) % int(config.get("no_rope_layer_interval") or 4) != 0
 
 
 def has_rope_theta(config: Config, layer: int) -> bool:
@@ -100,7 +102,9 @@ def is_sparse(config: Config, layer: int) -> bool:
 def share_or_rotary_dim(config: Config, _: int) -> int:
     """How many coordinates RoPE turns, as a share of a head in files that transformers saved, else as a number."""
     share = config.get("partial_rotary_factor")
-    return int(config.get("rotary_dim", config["head_dim"]) if share is None else config["head_dim"] * share)
+    if share is None:
+        return int(config.get("rotary_dim", config["head_dim"]))
+    return int(config["head_dim"] * share)
 
 
 def after_dense(config: Config, layer: int) -> bool:
@@ -128,7 +132,9 @@ def linear(
     weight = Tensor(f"{name}.weight", axes, when)
     if bias is False:
         return (weight,)
-    bias_when = when if bias is True else bias if when is None else both(when, bias)
+    bias_when = when
+    if bias is not True:
+        bias_when = bias if when is None else both(when, bias)
     return weight, Tensor(f"{name}.bias", axes[:1], bias_when)
 
 
