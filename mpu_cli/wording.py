@@ -23,6 +23,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
+def one_line(text: str) -> str:
+    """``text`` as one line of a table: a name in a hostile folder must not look like a line of its own."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def names_in(text: str | None) -> tuple[str, ...]:
     """The names in ``text``, comma-separated."""
     return tuple(filter(None, map(str.strip, (text or "").split(","))))

@@ -13,11 +13,14 @@ from mpu_cli.errors import MpuError
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import IDENTITY, PASSPHRASE_FILE, Command, Opening, Report
 from mpu_cli.options.declare import option
-from mpu_cli.wording import printable
+from mpu_cli.wording import one_line
 
 if TYPE_CHECKING:
     from mpu_cli.files.manifest import CopyManifest
     from mpu_cli.protocol.noise import Calibration
+
+COPY_FACTS = ("run", "round", "copy", "copies", "symmetries", "omitted_layers", "noise")  # of a copy's metadata
+LONGEST_TEXT = 2000  # characters of a value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +67,8 @@ class Inspect(Command):
         return _document(path, head) or _folder(path) or _checkpoint(path, self.tensors)
 
     def report(self, facts: dict[str, Any], observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)
-        return Report(_lines(facts), facts)
+        shown = {name: _bounded(value) for name, value in facts.items()}
+        return Report(_lines(shown), shown)
 
 
 def _sealed_facts(path: Path, identity: Path | None, passphrase_file: Path | None) -> dict[str, object]:
@@ -149,7 +153,7 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
     elif path.is_dir() and (origin := read_copy_manifest(path)):
         facts = {"kind": "copy, as published", **_belonging(origin)}
     elif format_ == "mpu-copy":
-        facts = {"kind": "weights of a copy"} | {k: v for k, v in stated.items() if k != "format"}
+        facts = {"kind": "weights of a copy"} | {k: v for k, v in stated.items() if k in COPY_FACTS}
     elif format_ == "mpu-reference":
         facts = {"kind": "a reference model's probabilities for a client's records: keep it with the client"}
         facts |= {k: v for k, v in stated.items() if k in ("run", "copy", "asks")}
@@ -199,7 +203,8 @@ def _document(path: Path, head: bytes) -> dict[str, Any] | None:
         steps = Counter(str(line["step"]) for line in lines if "step" in line)
         if all("digest" in line and "metrics" in line for line in lines):
             return {"kind": "results of mpu sweep", "experiments": [str(line.get("name")) for line in lines]}
-        return {"kind": "log of mpu run" if "publish" in steps else "JSON lines", "lines": len(lines), **steps}
+        kind = "log of mpu run" if "publish" in steps else "JSON lines"
+        return {"kind": kind, "lines": len(lines), **({"steps": dict(steps)} if steps else {})}
     document: dict[str, Any] = read_json_object(path, LARGEST_RESULT, links=False)
     if document.get("format") == "mpu-eval":
         metrics = _table(document, "metrics")
@@ -210,17 +215,21 @@ def _document(path: Path, head: bytes) -> dict[str, Any] | None:
             "metrics": {name: _table(metrics, name).get("agg_value") for name in metrics},
         }
     if document.get("format") == "mpu-receipt":
-        from mpu_cli.measuring.receipt import PARTIES, read_receipt  # imports transformers, which takes seconds
+        from mpu_cli.measuring.receipt import check_signatures, read_receipt  # imports transformers: takes seconds
 
         receipt = read_receipt(path)
+        try:
+            signers = {f"signed as the {party}": key for party, key in check_signatures(receipt, path).items()}
+        except MpuError as error:
+            signers = {"signed by": f"nobody: {str(error).removeprefix(f'{path}: ')}"}
         return {
-            "kind": "receipt of mpu check (`mpu receipt` checks its signatures)",
+            "kind": "receipt of mpu check (`mpu receipt` says what its signatures prove)",
             "of": f"run {receipt.copy.run}, round {receipt.copy.round}, copy {receipt.copy.copy}",
             "date": receipt.date,
             "left, in percent": receipt.left,
             "kept, in percent": receipt.kept,
             "verdict": receipt.verdict,
-            "signed by": ", ".join(party for party in PARTIES if getattr(receipt, party)) or "nobody",
+            **signers,
         }
     if {"experiment", "published"} <= document.keys():
         return {"kind": "facts of mpu run", **{name: document.get(name) for name in ("mpu", "base", "experiment")}}
@@ -266,6 +275,19 @@ def _belonging(origin: CopyManifest) -> dict[str, object]:
     return facts
 
 
+def _bounded(value: object, depth: int = 4) -> object:
+    """``value``, which a hostile file may hold, cut to a size that can be shown."""
+    if isinstance(value, str) and len(value) > LONGEST_TEXT:
+        return value[:LONGEST_TEXT] + "…"
+    if isinstance(value, dict | list) and not depth:
+        return "…"
+    if isinstance(value, dict):
+        return {str(_bounded(name)): _bounded(each, depth - 1) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_bounded(each, depth - 1) for each in value]
+    return value
+
+
 def _lines(facts: dict[str, Any]) -> Iterator[str]:
     width = max(map(len, facts))
     for name, value in facts.items():
@@ -275,6 +297,6 @@ def _lines(facts: dict[str, Any]) -> Iterator[str]:
             value = ", ".join(map(str, value))
         elif isinstance(value, int):
             value = f"{value:,}"
-        yield printable(f"{name:<{width}}  {value}").replace("\n", "\\n")
+        yield one_line(f"{name:<{width}}  {value}")
     for name, value in facts.get("list", {}).items():
-        yield printable(f"  {name}  {value}").replace("\n", "\\n")
+        yield one_line(f"  {name}  {value}")

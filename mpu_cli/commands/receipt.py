@@ -96,7 +96,7 @@ class Receipt(Command):
                     f"{self.file}: somebody else signed it as the server", "get the one that only the client signed"
                 )
             document = self._countersigned(document, self.keys, observer)
-            write_atomically(self.file, as_text(document))
+            write_atomically(self.file.resolve(), as_text(document))  # what a link leads to
             public_keys = check_signatures(document, self.file)
             pinned["server"] = pinned["server"] or signing_key
         self._check_pinned("server", public_keys, pinned)

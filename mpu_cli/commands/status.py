@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -14,14 +14,17 @@ from mpu_cli.files.manifest import CopyManifest, round_folder
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
 from mpu_cli.options.declare import option
+from mpu_cli.wording import few, one_line
 
 MAX_ENTRIES = 1000  # entries that are looked at
+SHOWN = 20  # names in a line
 
 
 @dataclass
 class Round:
     """What is there of a round, all paths relative to the folder. ``copies``: how many its publication has; ``made``
-    and ``deltas`` by copy; ``verdicts``: of receipts, by file; ``signed``: whether the server signed one that passes.
+    and ``deltas`` by copy; ``verdicts``: of receipts, by file; ``signed``: who signed one that passes as the server, in
+    words; None if nobody did.
     """
 
     run: str
@@ -31,12 +34,16 @@ class Round:
     deltas: dict[int, Path] = field(default_factory=dict)
     model: Path | None = None
     verdicts: dict[str, str] = field(default_factory=dict)
-    signed: bool = False
+    signed: str | None = None
+
+    @property
+    def label(self) -> str:
+        return f"round {self.number} of run {self.run[:8]}…"
 
     def __str__(self) -> str:
         parts = []
         for what, paths in (("copies", self.made), ("deltas", self.deltas)):
-            parts.append(f"{what} {', '.join(map(str, sorted(paths))) or 'none'} of {self.copies}")
+            parts.append(f"{what} {few([*map(str, sorted(paths))], SHOWN) or 'none'} of {self.copies}")
         if self.model:
             parts.append(f"model {self.model}")
         parts += [f"{file}: {verdict}" for file, verdict in self.verdicts.items()]
@@ -55,6 +62,17 @@ class Account:
     def __bool__(self) -> bool:
         return bool(self.rounds or self.keys or self.other)
 
+    def lines(self) -> Iterator[tuple[str, str]]:
+        """A label and a text for each round and each kind of other files, and for the next step of each run."""
+        for each in self.rounds:
+            yield each.label, str(each)
+        if self.keys:
+            yield "keys", few(self.keys, SHOWN)
+        for kind, names in self.other.items():
+            yield kind, few(names, SHOWN)
+        for turn, step in self.next_steps():
+            yield "next", f"{turn}: {step}"
+
     def next_steps(self) -> list[tuple[str, str]]:
         """For each run, whose turn it is, and the command or what else there is to do."""
         runs: dict[str, list[Round]] = {}
@@ -66,7 +84,7 @@ class Account:
         folder = self.folder
         if passed := [file for file, verdict in last.verdicts.items() if verdict.startswith("pass")]:
             if last.signed:
-                return "nobody", "the records are forgotten, and the rest is kept"
+                return "nobody", f"the records are forgotten, and the rest is kept; {last.signed}"
             sign = _command("receipt", folder / passed[0], "--keys")
             keys = shlex.quote(str(folder / self._keys_of(last.number))) if self.keys else "…"
             return "server", f"{sign} {keys}, which countersigns it"
@@ -75,7 +93,8 @@ class Account:
             return "client", f"{folder / file} says {verdict}: do what `mpu check` said is next"
         if last.model:
             return "server", _command("publish", folder / last.model) + " …, with the options of the last one"
-        missing = [copy for copy in range(1, last.copies + 1) if copy not in last.deltas]
+        # Of a million copies, which a file may claim, only a few are named.
+        missing = [*islice((copy for copy in range(1, last.copies + 1) if copy not in last.deltas), SHOWN + 1)]
         if not missing and not self.keys:
             return "client", "return the deltas to the model's owner"
         if not missing:
@@ -83,7 +102,8 @@ class Account:
             return "server", _command("aggregate", folder / deltas, "--keys", folder / self._keys_of(last.number))
         todo = [folder / last.made[copy] for copy in sorted(last.made) if copy not in last.deltas]
         if not todo:
-            return "client", f"wait for the deltas of {', '.join(map(str, missing))}"
+            listed = ", ".join(map(str, missing[:SHOWN])) + (", …" if len(missing) > SHOWN else "")
+            return "client", f"wait for the deltas of {listed}"
         if earlier and earlier.made and not last.verdicts and not last.deltas:
             before = folder / earlier.made[min(earlier.made)]
             return "client", _command("check", todo[0], "--before", before) + " --forget … --retain …"
@@ -116,11 +136,8 @@ class Status(Command):
         return account
 
     def report(self, account: Account, observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)
-        lines = [f"round {each.number} of run {each.run[:8]}…\t{each}" for each in account.rounds]
-        lines += [f"keys\t{', '.join(account.keys)}"] if account.keys else []
-        lines += [f"{kind}\t{', '.join(names)}" for kind, names in account.other.items()]
         steps = account.next_steps()
-        lines += [f"next\t{turn}: {step}" for turn, step in steps]
+        lines = [f"{one_line(label)}\t{one_line(text)}" for label, text in account.lines()]
         document = {
             "rounds": [asdict(each) for each in account.rounds],
             "keys": account.keys,
@@ -179,7 +196,8 @@ def account_of(folder: Path) -> Account:
         other.setdefault("models", []).append(str(model))
         if key in rounds:
             rounds[key].model = model
-    _add_receipts(folder, folders, rounds)
+    if wrong := _add_receipts(folder, folders, rounds):
+        other["receipts that prove nothing"] = wrong
     return Account(folder, [rounds[key] for key in sorted(rounds)], keys, other)
 
 
@@ -190,7 +208,7 @@ def facts_of_folder(folder: Path) -> dict[str, Any] | None:
         return None
     facts: dict[str, Any] = {"kind": "folder"}
     for each in account.rounds:
-        facts[f"round {each.number} of run {each.run[:8]}…"] = str(each)
+        facts[each.label] = str(each)
     if account.keys:
         facts["keys"] = account.keys
     if steps := account.next_steps():
@@ -198,19 +216,39 @@ def facts_of_folder(folder: Path) -> dict[str, Any] | None:
     return facts | account.other
 
 
-def _add_receipts(folder: Path, folders: list[Path], rounds: Mapping[tuple[str, int], Round]) -> None:
-    """Give rounds the verdicts of the receipts that lie in ``folder`` and in the ``folders`` in it."""
-    from mpu_cli.measuring.receipt import read_receipt
+def _add_receipts(folder: Path, folders: list[Path], rounds: Mapping[tuple[str, int], Round]) -> list[str]:
+    """Give rounds the verdicts of the receipts that lie in ``folder`` and in the ``folders`` in it; returns those whose
+    signatures are wrong, with the reason."""
+    from mpu_cli.measuring.receipt import check_signatures, read_receipt
 
+    wrong: list[str] = []
     files = [path for place in (folder, *folders) for path in _entries(place)]
     for path in [each for each in files if each.suffix == ".json" and each.is_file()]:
         try:
             receipt = read_receipt(path)
         except MpuError:  # another file
             continue
+        try:
+            public_keys = check_signatures(receipt, path)
+        except MpuError as error:
+            wrong.append(f"{path.relative_to(folder)} ({error.problem})")
+            continue
         if round_ := rounds.get((receipt.copy.run, receipt.copy.round)):
             round_.verdicts[str(path.relative_to(folder))] = receipt.verdict
-            round_.signed |= receipt.verdict.startswith("pass") and receipt.server is not None
+            signing_key = public_keys.get("server")
+            if receipt.verdict.startswith("pass") and signing_key:
+                round_.signed = f"the server that signed it has the public key {signing_key}: is that yours?"
+                if signing_key == _server_key_here():
+                    round_.signed = "you signed it"
+    return wrong
+
+
+def _server_key_here() -> str | None:
+    """The public key with which this machine signs as a server; None if it never did."""
+    from mpu_cli.measuring.receipt import public_key_of
+    from mpu_cli.protocol.publication import default_secret_path, server_secret
+
+    return public_key_of("server", server_secret()) if default_secret_path().exists() else None
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -16,7 +16,7 @@ import secrets
 import stat
 import tarfile
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, BinaryIO, TypeVar
@@ -263,9 +263,18 @@ def once_each(pairs: list[tuple[str, object]]) -> dict[str, object]:
     last of two that have one name, and other parsers the first."""
     entries = dict(pairs)
     if len(entries) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise RepeatedName(f"an object with {next(n for n in names if names.count(n) > 1)!r} twice")
+        raise RepeatedName(f"an object with {repeated([name for name, _ in pairs])!r} twice")
     return entries
+
+
+def repeated(names: Iterable[str]) -> str | None:
+    """The first of ``names`` that was there before, in one pass: there may be a million."""
+    seen: set[str] = set()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 def _no_number(text: str) -> float:

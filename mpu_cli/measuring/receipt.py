@@ -222,8 +222,13 @@ def contradiction_in(receipt: Receipt) -> str | None:
         return "it has shares of what was known before, and no copy from before"
     if "forget" not in receipt.sets or (receipt.kept is not None and not {"held_out", "retain"} & {*receipt.sets}):
         return "it has shares of records that it does not name"
-    if receipt.before and receipt.before.weights == receipt.copy.weights:
+    before, copy = receipt.before, receipt.copy
+    if before and before.weights == copy.weights:
         return "it compares a copy with itself"
+    if before and before.run == copy.run and before.round > copy.round:
+        return "it compares with a copy of a later round"
+    if any(not _is_a_day(date) for date in (receipt.date, receipt.checked.date if receipt.checked else receipt.date)):
+        return "its date is no day"
     if (receipt.left is None) != (receipt.left_high is None):
         return "it has one of left and left_high"
     if receipt.left is not None and receipt.left_high is not None and receipt.left_high < receipt.left:
@@ -235,6 +240,14 @@ def contradiction_in(receipt: Receipt) -> str | None:
     if _verdict_of(receipt).sentence != receipt.verdict:
         return "its verdict does not follow from its numbers"
     return None
+
+
+def _is_a_day(text: str) -> bool:
+    try:
+        datetime.strptime(text, "%Y-%m-%d")
+    except ValueError:
+        return False
+    return True
 
 
 def read_receipt(path: Path) -> Receipt:

@@ -33,6 +33,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.protocol.keys import Keys
 
 ENDS = ("", LEFT_FACTOR, RIGHT_FACTOR)  # of the names in deltas
+MOST_RANK = 1024  # of LoRA's factors, where the matrix has no more rows or columns than that
 OUTLIER = 10.0  # warn if a copy changes a tensor more than this many times as much as any other copy
 
 
@@ -152,6 +153,12 @@ def _factor_shapes(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int,
             rank = factor.shape[axis] if len(factor.shape) == len(tensor.axes) else 0
             if rank < 1:
                 raise MpuError(f"{delta.path}: {tensor.name!r} has a factor of shape {list(factor.shape)} and no rank")
+            if rank > max(MOST_RANK, min(rows, columns)):  # squares of it are computed
+                raise MpuError(
+                    f"{delta.path}: {tensor.name!r} has factors of rank {rank:,}, more than a change of {rows} × "
+                    f"{columns} weights can have",
+                    "ask the client for one with a lower --lora-rank",
+                )
             expected |= {left_name: (*stack, rows, rank), right: (*stack, rank, columns)}
     if not expected:
         raise MpuError(f"{delta.path}: is a LoRA delta but has no factors for the base's tensors")

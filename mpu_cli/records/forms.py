@@ -477,7 +477,11 @@ def _turns(messages: object, location: str) -> list[Turn]:
         content = _content(message.get("content"), location)
         extra = {str(name): value for name, value in message.items() if name not in ("role", "content")}
         extra = {name: value for name, value in extra.items() if value not in (None, "", [], {})}
-        extra = json.loads(sound_text(json.dumps(extra, ensure_ascii=False, default=str), f"{location}: a message"))
+        try:
+            text = json.dumps(extra, ensure_ascii=False, default=str)
+        except RecursionError as error:
+            raise MpuError(f"{location}: a message has a field that is nested too deeply") from error
+        extra = json.loads(sound_text(text, f"{location}: a message"))
         if not content.strip() and not extra.keys() & {"tool_calls", "function_call"}:
             raise MpuError(f"{location}: every message needs a role and content")
         turns.append(Turn(sound_text(message["role"], f"{location}: a role"), content, tuple(extra.items())))

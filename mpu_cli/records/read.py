@@ -18,10 +18,22 @@ from dataclasses import replace
 from glob import glob, has_magic
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta
 
 from mpu_cli.errors import MpuError, UsageError, first_line
-from mpu_cli.files.boundary import RepeatedName, once_each, private_scratch
+from mpu_cli.files.boundary import (
+    Document,
+    RepeatedName,
+    Word,
+    once_each,
+    parse_document,
+    private_scratch,
+    read_bounded,
+    repeated,
+)
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import RecordFormat, Records
 from mpu_cli.records.forms import (
@@ -56,6 +68,7 @@ BYTE_ORDER_MARKS = {  # that of UTF-32 begins with that of UTF-16
     codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
 }  # fmt: skip
 COMPRESSED: Mapping[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+MOST_EXPANDED, SMALL = 100, 1 << 20  # times the size of a compressed file and this many bytes: text is 3 to 20 times
 PARAGRAPHS = "paragraphs"  # of --split
 # Files that come with a data set and hold none of its records, by their names without the last suffix.
 DOCUMENTATION = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog)([-_.][a-z0-9.]{1,12})?", re.I)
@@ -111,7 +124,7 @@ def files_of_folder(folder: Path, split: str | None = None) -> list[Path]:
     suffixes = {suffix_of(file) for file in files}
     if suffixes <= {*TEXT_SUFFIXES} and split is None:
         return files
-    splits = _splits_of(folder)
+    splits = _splits_of(folder, files)
     if split is None and len(splits) > 1:
         raise MpuError(
             f"{folder}: has the splits {', '.join(splits)}", f"choose one, such as {folder}:{next(iter(splits))}"
@@ -147,19 +160,92 @@ def _is_beside_the_data(file: Path, folder: Path) -> bool:
     return bool(DOCUMENTATION.fullmatch(file.stem)) and suffix_of(file) not in structured
 
 
-def _splits_of(folder: Path) -> dict[str, set[Path]]:
-    """The files of each split of a folder, as datasets reads them. Raises MpuError if it cannot."""
+def _splits_of(folder: Path, files: Sequence[Path]) -> dict[str, set[Path]]:
+    """Which of the ``files`` in a folder are of each split, as datasets reads it. Raises MpuError if it cannot.
+
+    datasets sees links to these files, in a folder of ours, and of the README only which of them are of which split:
+    it would read from whatever address stands there.
+    """
     from zipfile import BadZipFile
 
     import datasets
-    from yaml import YAMLError
 
-    with private_scratch() as cache:
+    root = folder.resolve()
+    with private_scratch() as scratch:
+        staged, cache = scratch / root.name, scratch / "cache"
+        for file in files:
+            link = staged / file.relative_to(folder)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(root / file.relative_to(folder))
+        if card := _card_of(folder):
+            (staged / CARD).write_text(card, encoding="utf-8")
         try:
-            files = datasets.load_dataset_builder(str(folder.resolve()), cache_dir=str(cache)).config.data_files
-        except (OSError, ValueError, YAMLError, BadZipFile, datasets.exceptions.DatasetsError) as error:
-            raise MpuError(f"{folder}: {first_line(error)}", "name the files themselves") from error
-    return {str(name): {Path(file) for file in paths} for name, paths in (files or {}).items()}
+            of_splits = datasets.load_dataset_builder(str(staged), cache_dir=str(cache)).config.data_files
+        except (OSError, ValueError, BadZipFile, datasets.exceptions.DatasetsError) as error:
+            reason = first_line(error).replace(str(staged), str(root))
+            raise MpuError(f"{folder}: {reason}", "name the files themselves") from error
+        staged = staged.resolve()
+        return {
+            str(name): {root / Path(file).relative_to(staged) for file in paths}
+            for name, paths in (of_splits or {}).items()
+        }
+
+
+CARD = "README.md"  # with a data set's facts as YAML in front, between lines of "---"
+LARGEST_CARD = 1 << 20  # bytes
+_IN_THE_FOLDER = r"\A(?![/~])(?!(.*/)?\.\.(/|\Z))[^:\\\x00-\x1f]{1,500}\Z"  # no address, nothing outside
+
+Pattern = Annotated[str, Meta(pattern=_IN_THE_FOLDER)]
+Patterns = Pattern | Annotated[list[Pattern], Meta(max_length=1000)]
+
+
+class _SplitOfCard(Document):
+    split: Word
+    path: Patterns
+
+
+class _ConfigOfCard(Document):
+    config_name: Word = "default"
+    data_files: (
+        Pattern | Annotated[list[Pattern | _SplitOfCard], Meta(max_length=1000)] | dict[Word, Patterns] | None
+    ) = None
+    data_dir: Pattern | None = None
+    default: bool = False
+
+
+class _Card(Document):
+    configs: Annotated[list[_ConfigOfCard], Meta(max_length=100)]
+
+
+def _card_of(folder: Path) -> str | None:
+    """What the README in ``folder`` says of splits, as a README of ours; None if it says nothing of them.
+
+    Raises MpuError for what is not YAML, or names files that are not in the folder.
+    """
+    import yaml
+
+    path = folder / CARD
+    if not path.is_file():
+        return None
+    text = read_bounded(path, LARGEST_CARD).decode("utf-8", "replace").replace("\r\n", "\n")
+    front = re.match(r"---\n(.*?)\n---[ \t]*(\n|\Z)", text, re.DOTALL)
+    if front is None:
+        return None
+    where = f"{path}: its YAML"
+    try:
+        if any(isinstance(token, yaml.AliasToken) for token in yaml.scan(front[1])):  # which can stand for gigabytes
+            raise MpuError(f"{where} has aliases, which are not read", "name the files themselves")
+        facts = yaml.safe_load(front[1])
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise MpuError(f"{where} cannot be read ({first_line(error)})", "name the files themselves") from error
+    if not isinstance(facts, dict) or not facts.get("configs"):
+        return None
+    card = parse_document(_Card, {"configs": facts["configs"]}, where, "name the files themselves")
+    entries = msgspec.to_builtins(card)
+    for config in entries["configs"]:
+        for name in [name for name, value in config.items() if value is None]:
+            del config[name]
+    return f"---\n{yaml.safe_dump(entries, sort_keys=False)}---\n"
 
 
 def saved_dataset_rows(folder: Path, split: str | None) -> Rows:
@@ -190,6 +276,7 @@ def file_rows(path: Path, split: str = "file", encoding: str | None = None) -> R
         way = "as a CSV file" if suffix in SHEETS else "as plain text (.txt), and see --split paragraphs"
         raise MpuError(f"{path}: {OFFICE_FILES[suffix]}, which is not read", f"save it {way}")
     if suffix == PARQUET_SUFFIX:
+        _check_parquet(path)
         yield from rows_through_datasets(str(path), PARQUET_SUFFIX[1:], data_files=str(path), split="train")
     elif suffix == EXCEL_SUFFIX:
         yield from _excel_rows(path)
@@ -202,10 +289,16 @@ def file_rows(path: Path, split: str = "file", encoding: str | None = None) -> R
 
 def _read_text(path: Path, encoding: str | None) -> str:
     """The text of a file, its ends of lines as they are."""
-    opener = COMPRESSED.get(path.suffix.lower(), open)
+    opener = COMPRESSED.get(path.suffix.lower())
     try:
-        with opener(path, "rb") as file:
-            content: bytes = file.read()
+        if opener is None:
+            content = path.read_bytes()
+        else:
+            most = MOST_EXPANDED * (path.stat().st_size + SMALL)
+            with opener(path, "rb") as file:
+                content = file.read(most + 1)
+            if len(content) > most:
+                raise _expands(path)
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise MpuError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if encoding is None:
@@ -223,6 +316,34 @@ def _read_text(path: Path, encoding: str | None) -> str:
         raise MpuError(f"{path}, line {line}: {problem}", hint) from error
     except (LookupError, ValueError) as error:  # ValueError: a name that no codec can have
         raise UsageError(f"--encoding {encoding}: not an encoding", "name one such as cp1252 or utf-16") from error
+
+
+def _expands(path: Path) -> MpuError:
+    return MpuError(
+        f"{path}: becomes more than {MOST_EXPANDED} times as large when it is read, which records do not",
+        "if you trust it, expand it yourself, into JSON lines",
+    )
+
+
+def _check_parquet(path: Path) -> None:
+    """Raise MpuError for a table that would fill the memory: one value may stand in it a million times."""
+    from pyarrow import ArrowException, DictionaryArray, parquet
+
+    most = MOST_EXPANDED * (path.stat().st_size + SMALL)
+    try:
+        with parquet.ParquetFile(path) as file:
+            facts = file.metadata
+            groups = range(facts.num_row_groups)
+            if sum(facts.row_group(i).total_byte_size for i in groups) > most:
+                raise _expands(path)
+            read = 0
+            for batch in file.iter_batches(batch_size=256):
+                for column in batch.columns:
+                    read += (column.dictionary_decode() if isinstance(column, DictionaryArray) else column).nbytes
+                if read > most:
+                    raise _expands(path)
+    except (ArrowException, OSError, ValueError) as error:
+        raise MpuError(f"{path}: not a Parquet file that can be read ({first_line(error)})") from error
 
 
 def _text_rows(text: str, path: Path, split: str) -> Rows:
@@ -315,9 +436,9 @@ def _table_rows(text: str, path: Path, suffix: str) -> Rows:
         file.seek(start)
         delimiter = "\t" if suffix == ".tsv" else max(DELIMITERS, key=lambda mark: _column_count(header, mark))
         reader = csv.DictReader(file, delimiter=delimiter, strict=True)
-        names = [name for name in reader.fieldnames or () if name]
-        if twice := {name for name in names if names.count(name) > 1}:
-            raise MpuError(f"{path}: two columns are called {min(twice)!r}", "rename one of them")
+        twice = repeated(name for name in reader.fieldnames or () if name)
+        if twice is not None:
+            raise MpuError(f"{path}: two columns are called {twice[:80]!r}", "rename one of them")
         for number, row in enumerate(reader, 1):
             location = f"{path}, record {number}"
             if None in row or None in row.values():

@@ -22,6 +22,7 @@ from mpu_cli.files.reader import LOST_TO_ROUNDING
 from mpu_cli.files.resumption import write_atomically
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import CheckpointWriter
+from mpu_cli.heap import suit_heap_to
 from mpu_cli.model.device import memory_in_mind
 from mpu_cli.model.load import letting_go, load, vocabulary_size
 from mpu_cli.model.network import Answers
@@ -301,6 +302,8 @@ def _signs(job: TrainingJob, loaded: LoadedCopy, encoded: Encoded) -> list[str]:
         if not loaded.private:
             looked_at = [example for set_examples, _ in encoded.values() for example in set_examples]
         signs += traps(job.copy, loaded.model, looked_at, len(data.forget) + len(data.retain))
+        if loaded.model.device.type == "cpu":  # what the look freed would stay with this process
+            suit_heap_to(sum(parameter.nbytes for parameter in loaded.model.parameters()))
     elif checks:
         signs.append("several processes train it, so its units were not looked at for traps")
     if checks and job.public and job.is_main_process:
@@ -404,8 +407,15 @@ def _open_checkpoints(job: TrainingJob, loaded: LoadedCopy, total_steps: int) ->
 
 def _inspect_copy(job: TrainingJob, signs: list[str], entry: LedgerEntry | None, before: Measured | None) -> None:
     """Write the losses down, and note if no check of the copy found anything. Raises MpuError for signs that it was
-    built to carry records out."""
-    if job.ledger and entry and before:
+    built to carry records out, and for losses that are not finite, but not under DP: which records they are of would
+    tell what those hold."""
+    has_losses = before is not None and math.isfinite(before.forget + (before.retain or 0.0))
+    if before and not has_losses and job.options.privacy.dp_epsilon is None:
+        raise MpuError(
+            f"{job.copy.source}: gives no probabilities on your records, only NaN or Inf",
+            "ask its owner for a copy that computes",
+        )
+    if job.ledger and entry and before and has_losses:
         write_losses(job.ledger, entry.identity, before.forget, before.retain)
         if job.checks and job.options.privacy.dp_epsilon is None:
             signs = signs + against_others(entry, asdict(before), read_ledger(job.ledger))

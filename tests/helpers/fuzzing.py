@@ -358,7 +358,8 @@ def _make_documents(folder: Path, copy: Path) -> None:
     report = {"summary": "copy_1: hinge, 1 step", "warnings": ["w"], "facts": {"norm": 1.5, "steps": [{"forget": 1.5}]}}
     message = {"kind": "stage", "values": ["label", 1.5, "bytes"], "report": report}
     (folder / "documents/message.json").write_text(json.dumps(message))
-    verdict = Verdict(Share(0.5, 0.4, 0.6), None, None, 0.05, 0.95, {"forget": SetScore(2, 0.5, 0.5)})
+    scores = dict.fromkeys(("forget", "forget before", "unseen"), SetScore(2, 0.5, 0.5))
+    verdict = Verdict(Share(0.5, 0.4, 0.6), None, None, 0.05, 0.95, scores)
     trained, measured = (
         CopyFacts(run="run", round=1, copy=1, copy_id="a", weights="blake3:" + digit * 64, surroundings="0" * 64)
         for digit in "12"

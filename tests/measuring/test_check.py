@@ -432,7 +432,8 @@ def test_the_server_countersigns_without_the_copy(mpu: Callable, folder: Path, d
         model = fingerprint(open_checkpoint(demo.model)) if base else None
         assert json.loads((tmp_path / "receipt.json").read_text())["checked"]["model"] == model
     facts = mpu("inspect", tmp_path / "receipt.json", "--json").json
-    assert (facts["signed by"], facts["verdict"][:4]) == ("client, server", "fail")
+    assert facts.keys() >= {"signed as the client", "signed as the server"}
+    assert facts["verdict"].startswith("fail")
     assert sorted(tmp_path.iterdir()) == before
     weights = load_file(folder / "same/copy_1/model.safetensors")
     shutil.copytree(folder / "same/copy_1", tmp_path / "changed")
