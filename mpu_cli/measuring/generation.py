@@ -14,6 +14,7 @@ from typing import Any, TypedDict
 
 import torch
 from transformers import (
+    DynamicCache,
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
@@ -34,6 +35,7 @@ from mpu_cli.records.forms import Record
 from mpu_cli.records.tokens import decode
 
 ROWS_PER_RECORD = 4  # times the batch size, because a step reads one token per row
+PART = 16  # tokens after which rows that have ended leave a batch
 CACHE = 2 << 30  # bytes of keys and values that are kept at once
 # generation config entries that do not affect greedy generation, or that are set here
 HARMLESS = {
@@ -126,9 +128,13 @@ def sample_answers(
 def _tokens_at_once(model: PreTrainedModel) -> int:
     """How many tokens of ``model`` have keys and values of ``CACHE`` bytes, where each layer keeps them for each."""
     config: Any = model.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return CACHE // (2 * config.num_hidden_layers * heads * width * model.dtype.itemsize)
+    layers = config.per_layer_config if config.is_heterogeneous else [config] * config.num_hidden_layers
+    numbers = 0
+    for layer in layers:
+        heads = getattr(layer, "num_key_value_heads", None) or layer.num_attention_heads
+        width = getattr(layer, "head_dim", None) or layer.hidden_size // layer.num_attention_heads
+        numbers += 2 * heads * width
+    return CACHE // (numbers * model.dtype.itemsize)
 
 
 def _batches(
@@ -190,28 +196,59 @@ def _generate(
     rooms = {i: limit if longest is None else longest - len(prompt) for i, prompt in prompts.items()}
     # what is left of the limit after the first tokens, if there is room
     budgets = {i: min(limit - len(prompt) + len(items[i].prompt), rooms[i]) for i, prompt in prompts.items()}
+
+    def has_ended(tokens: list[int]) -> bool:
+        if ends.intersection(tokens) or not stops:
+            return bool(ends.intersection(tokens))
+        [text] = decode(tokenizer, [tokens])
+        return any(stop in text for stop in stops)
+
+    in_parts = not samples and _rows_can_leave(model)
     for batch in _batches(prompts, budgets, rooms, rows, at_once):
-        most = max(budgets[i] for i in batch)
         width = max(len(prompts[i]) for i in batch)
         padded = [[0] * (width - len(prompts[i])) + prompts[i] for i in batch]
         mask = [[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in batch]
         stopping = {"stopping_criteria": [_Stops(tokenizer, stops, width)]} if stops else {}
-        row_locations = [items[i].location for i in batch for _ in range(count)]
-        fresh: list[list[int]] = [[] for _ in row_locations]
-        if most > 0:
+        most = max(budgets[i] for i in batch)
+        fresh: list[list[int]] = [[] for _ in range(len(batch) * count)]
+        waiting, cache = list(range(len(fresh))), None  # rows that have not ended, and their keys and values
+        ids, attention = (torch.tensor(each, device=model.device) for each in (padded, mask))
+        while waiting and most > 0:
+            step = min(most, PART) if in_parts else most
+            locations = [items[batch[row // count]].location for row in waiting]
             with memory_in_mind(ADVICE):
                 generated = model.generate(
-                    input_ids=torch.tensor(padded, device=model.device),
-                    attention_mask=torch.tensor(mask, device=model.device),
-                    max_new_tokens=most, num_beams=1, pad_token_id=tokenizer.eos_token_id,
-                    return_dict_in_generate=False, stop_strings=None, max_time=None, eos_token_id=sorted(ends) or None,
-                    logits_processor=LogitsProcessorList([_Numbers(row_locations)]), num_return_sequences=count,
-                    **drawing, **stopping,
+                    input_ids=ids, attention_mask=attention, past_key_values=cache, max_new_tokens=step, num_beams=1,
+                    pad_token_id=tokenizer.eos_token_id, return_dict_in_generate=True, stop_strings=None, max_time=None,
+                    eos_token_id=sorted(ends) or None, logits_processor=LogitsProcessorList([_Numbers(locations)]),
+                    num_return_sequences=count, **drawing, **stopping,
                 )  # fmt: skip
-                fresh = generated[:, width:].tolist()
-        for row, i in enumerate(batch):
-            yield i, fresh[row * count : (row + 1) * count]
+            new = generated.sequences[:, ids.shape[1] :]
+            for row, tokens in zip(waiting, new.tolist(), strict=True):
+                fresh[row] += tokens
+            most -= step
+            if most > 0:
+                # Rows that have ended leave the batch, which would compute them until the last one has.
+                places = [place for place, row in enumerate(waiting) if not has_ended(fresh[row])]
+                going = torch.tensor(places, dtype=torch.long, device=model.device)
+                cache = generated.past_key_values
+                if cache is not None and len(places) < len(waiting):
+                    cache.batch_select_indices(going)
+                attention = torch.cat([attention, attention.new_ones(new.shape)], 1)[going]
+                ids, waiting = generated.sequences[going], [waiting[place] for place in places]
+        for place, i in enumerate(batch):
+            yield i, fresh[place * count : (place + 1) * count]
         advance(len(batch))
+
+
+def _rows_can_leave(model: PreTrainedModel) -> bool:
+    """Whether greedy generation can go on with some rows of a batch: nothing but its cache knows of the others, and
+    nothing in its generation config counts tokens from the beginning of a call."""
+    if set(model.generation_config.to_diff_dict()) - HARMLESS or any(
+        hasattr(m, "rope_deltas") for m in model.modules()
+    ):
+        return False
+    return all(hasattr(layer, "batch_select_indices") for layer in DynamicCache(config=model.config).layers)
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, items: Sequence[Item]) -> set[int]:

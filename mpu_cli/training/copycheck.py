@@ -160,12 +160,12 @@ def ffn_units(model: PreTrainedModel, examples: Sequence[Example]) -> list[Units
     Of experts, which see few positions each, only the weights are judged: ``twin_units``.
     """
     modules = {n: m for n, m in model.named_modules() if n.rsplit(".", 1)[-1] in FFN_INPUTS and hasattr(m, "weight")}
-    activations: dict[str, list[torch.Tensor]] = {name: [] for name in modules}
+    activity = {name: _Activity() for name in modules}
 
-    def keep(name: str) -> Callable[..., None]:
-        return lambda _module, _inputs, output: activations[name].append(output.flatten(0, -2).float().cpu())
+    def count(name: str) -> Callable[..., None]:
+        return lambda _module, _inputs, output: activity[name].add(output.flatten(0, -2))
 
-    hooks = [module.register_forward_hook(keep(name)) for name, module in modules.items()]
+    hooks = [module.register_forward_hook(count(name)) for name, module in modules.items()]
     training = model.training
     model.eval()
     try:
@@ -176,24 +176,39 @@ def ffn_units(model: PreTrainedModel, examples: Sequence[Example]) -> list[Units
         for hook in hooks:
             hook.remove()
     return [
-        _units(name, torch.cat(parts), dequantized_weight(modules[name].weight))
-        for name, parts in activations.items()
-        if parts
+        _units(name, each, dequantized_weight(modules[name].weight))
+        for name, each in activity.items()
+        if each.positions
     ]
 
 
-def _units(name: str, values: torch.Tensor, weight: torch.Tensor) -> Units:
-    """``values``: what units receive, (positions, units)."""
-    # Participation, (Σa)²/(n·Σa²), is 1 if a unit is equally active at all n positions, 1/n if at one alone. Scaling
-    # does not change it, and keeps the squares in range.
-    active = silu(values).abs()
-    active = active / active.amax(0).clamp(min=torch.finfo(active.dtype).tiny)
-    square = active.square().sum(0).clamp(min=torch.finfo(active.dtype).tiny)
-    participation = active.sum(0).square() / square / len(active)
+class _Activity:
+    """How active each unit of a layer is over all positions, in sums: the activations of all layers would take
+    gigabytes."""
+
+    def __init__(self) -> None:
+        self.positions = 0
+        # Of each unit: Σ|a| and Σa² of its activation a, float64, so that no square leaves its range; and how often it
+        # is off.
+        self.sums, self.squares, self.off = torch.zeros(()), torch.zeros(()), torch.zeros(())
+
+    def add(self, inputs: torch.Tensor) -> None:
+        """Count what the units receive at further positions: (positions, units)."""
+        active = silu(inputs.float()).abs().double()
+        self.positions += len(inputs)
+        self.sums = self.sums + active.sum(0).cpu()
+        self.squares = self.squares + active.square().sum(0).cpu()
+        self.off = self.off + (inputs < OFF_INPUT).sum(0).cpu()
+
+
+def _units(name: str, activity: _Activity, weight: torch.Tensor) -> Units:
+    # Participation, (Σa)²/(n·Σa²), is 1 if a unit is equally active at all n positions, 1/n if at one alone.
+    squares = activity.squares.clamp(min=torch.finfo(torch.float64).tiny)
+    participation = activity.sums.square() / squares / activity.positions
     rows = weight.detach().float().cpu()
     rare = participation < RARE_PARTICIPATION
-    off = (values < OFF_INPUT).float().mean(0) > 0.5  # at more than half of the positions
-    twins = _twins(rows if rows.shape[0] == values.shape[1] else rows.T)
+    off = activity.off / activity.positions > 0.5  # at more than half of the positions
+    twins = _twins(rows if rows.shape[0] == len(activity.sums) else rows.T)
     return Units(name, float(rare.float().mean()), float(off.float().mean()), twins)
 
 

@@ -15,13 +15,13 @@ from safetensors.torch import load_file, save_file
 from sklearn.metrics import roc_auc_score
 
 from mpu_cli.files.reader import open_checkpoint
-from mpu_cli.records.encode import Encoding
+from mpu_cli.records.encode import Encoding, Example
 from mpu_cli.records.read import read_records
-from mpu_cli.training.copycheck import against_others
+from mpu_cli.training.copycheck import against_others, ffn_units
 from mpu_cli.training.leakage import moved_rows
 from mpu_cli.training.ledger import LedgerEntry, default_ledger_path
 from tests.helpers.attacks import TRAINING, edit, publish_copy, unlearn_copy
-from tests.helpers.models import DemoModel, load, random_model, save, write_records
+from tests.helpers.models import VOCABULARY, DemoModel, load, random_model, save, write_records
 from tests.helpers.paths import example
 
 
@@ -159,6 +159,27 @@ class TestACraftedCopy:
         [sign] = against_others(entry(2, "d"), {"forget": 0.04}, [*old, again])
         assert "that of copy 1 5.000" in sign
         assert against_others(entry(2, "d"), {"forget": 5.1}, [*old, again]) == []
+
+    def test_units_are_judged_as_from_all_positions_together(self) -> None:
+        """From sums over the records, the shares are those over the activations of all of them."""
+        model = random_model("llama", dtype=torch.float64)
+        with torch.no_grad():  # units of every kind: some off nearly everywhere, some active almost nowhere
+            for layer in model.model.layers:
+                layer.mlp.gate_proj.weight[::3] *= 40
+                layer.mlp.gate_proj.weight[1::7] = layer.mlp.gate_proj.weight[0]
+        rows = torch.randint(3, VOCABULARY, (9, 30), generator=torch.Generator().manual_seed(1))
+        inputs: list[torch.Tensor] = []
+        gate = model.model.layers[1].mlp.gate_proj
+        hook = gate.register_forward_hook(lambda _, __, output: inputs.append(output.flatten(0, -2)))
+        judged = {units.layer: units for units in ffn_units(model, [Example(row, row) for row in rows.tolist()])}
+        hook.remove()
+        received = torch.cat(inputs)
+        active = torch.nn.functional.silu(received).abs()
+        participation = active.mean(0) ** 2 / (active**2).mean(0)
+        units = judged["model.layers.1.mlp.gate_proj"]
+        assert units.rare == pytest.approx(float((participation < 0.05).double().mean()))
+        assert units.off == pytest.approx(float(((received < -20).double().mean(0) > 0.5).double().mean()))
+        assert 0 < units.off < 1
 
     @pytest.mark.slow
     def test_trap_units(self, mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
