@@ -369,7 +369,8 @@ class Unlearn(Command):
 def memory_of(memory: Memory, work: Work) -> str:
     """What takes the memory of a training."""
     return (
-        f"weights {in_bytes(memory.weights)}, gradients and the optimiser {in_bytes(memory.gradients + memory.state)}, "
+        f"weights {in_bytes(memory.weights)}, gradients and the optimiser "
+        f"{in_bytes(memory.gradients + memory.state + memory.fragments)}, "
         f"activations and logits of {counted(work.rows, 'record')} of {counted(work.length, 'token')} "
         f"{in_bytes(memory.activations + memory.logits)}"
     )

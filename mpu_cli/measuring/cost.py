@@ -23,6 +23,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from mpu_cli.errors import MpuError
 from mpu_cli.files.reader import ITEM_SIZE
 from mpu_cli.files.writer import nbytes_of
+from mpu_cli.heap import RETURNED
 from mpu_cli.model.device import device_of
 from mpu_cli.model.load import skeleton, tokenizer_of
 from mpu_cli.model.network import CHUNK, build, input_of
@@ -247,6 +248,10 @@ def examples_of(model: Model, forget: str, reading: RecordFormat) -> list[Exampl
 # what a model computes depends on its data (mixtures), a formula takes its place.
 
 PROCESS = 400e6  # bytes: Python with torch, transformers and what they load
+CONTEXT = 0.5 * 2**30  # bytes on a CUDA device before anything of a model is there
+# Of gradients and the optimiser's state in blocks smaller than glibc returns: what lies between them and is of no use.
+# Measured on 135 M parameters (tests/benchmarks/memory.py), whose matrices are all that small.
+FRAGMENTS = 0.3
 KEPT_BY_LAYER = 12  # a layer keeps about so many times its input, which checkpointing alone keeps
 FACTORS = 4  # bytes of a number in LoRA's factors
 
@@ -254,7 +259,8 @@ FACTORS = 4  # bytes of a number in LoRA's factors
 @dataclass(frozen=True)
 class Memory:
     """What is held at the peak of a training step, in bytes. ``activations``: all that the backward pass of the largest
-    micro-batch keeps; ``logits``: those computed at once, or the frozen model's output head; ``process``: without data.
+    micro-batch keeps; ``logits``: those computed at once, or the frozen model's output head; ``fragments``: what the
+    allocator holds and cannot use; ``process``: without data, on a CUDA device its context.
     """
 
     weights: float
@@ -262,6 +268,7 @@ class Memory:
     state: float
     activations: float
     logits: float
+    fragments: float = 0.0
     process: float = PROCESS
 
     @property
@@ -309,11 +316,13 @@ def peak_memory(
     if options.lora.quantize and (matrices := [layer.weight.numel() for layer in linear_layers(bare).values()]):
         weights -= sum(matrices) * (dtype.itemsize - BYTES)
         weights += max(matrices) * dtype.itemsize  # one at a time, as what it stands for
-    trained = sum(p.numel() for name, p in bare.named_parameters() if name in trained_names)
-    width = dtype.itemsize
+    width, device = dtype.itemsize, device_of(options.training.device)
+    sizes = [p.numel() for name, p in bare.named_parameters() if name in trained_names]
+    trained = sum(sizes)
+    scattered = sum(size for size in sizes if size * width < RETURNED)
     if options.lora.lora_rank is not None:
         shapes = [weight.shape for weight in lora.adapted_parameters(bare, options.lora, trained_names).values()]
-        trained = sum(math.prod(shape[:-2]) * options.lora.rank * sum(shape[-2:]) for shape in shapes)
+        trained = scattered = sum(math.prod(shape[:-2]) * options.lora.rank * sum(shape[-2:]) for shape in shapes)
         width = FACTORS
         weights += trained * width
     activation_bytes = held_for_backward(bare, dtype, options, work, trained_names)
@@ -323,12 +332,15 @@ def peak_memory(
     if "logits" in (objective.algorithm.reference_outputs, objective.retain_outputs):  # a frozen head, and its logits
         logits += vocabulary.numel() * dtype.itemsize + 4 * at_once
     terms = 2 if objective.algorithm.alternate else 1  # a record and its alternative go through together
+    state_bytes = OPTIMIZERS[options.training.optim].state_bytes
     return Memory(
         weights=weights,
         gradients=trained * width,
-        state=trained * OPTIMIZERS[options.training.optim].state_bytes,
+        state=trained * state_bytes,
         activations=terms * activation_bytes,
         logits=logits,
+        fragments=FRAGMENTS * scattered * (width + state_bytes) if device.type == "cpu" else 0.0,
+        process=CONTEXT if device.type == "cuda" else PROCESS,
     )
 
 

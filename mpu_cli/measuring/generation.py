@@ -21,6 +21,7 @@ from transformers import (
     PreTrainedTokenizerBase,
     StoppingCriteria,
 )
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from mpu_cli.errors import MpuError
 from mpu_cli.measuring.encoding import Item, encoder_of
@@ -138,17 +139,19 @@ def _tokens_at_once(model: PreTrainedModel) -> int:
 
 
 def _batches(
-    prompts: Mapping[int, Sequence[int]], budgets: Mapping[int, int], rooms: Mapping[int, int], rows: int, tokens: int
-) -> Iterator[list[int]]:
+    prompts: Mapping[int, Sequence[int]], budgets: Mapping[int, int], rooms: Mapping[int, int], rows: int, tokens: int,
+    *, padded: bool,
+) -> Iterator[list[int]]:  # fmt: skip
     """Batches of at most ``rows`` and ``tokens``, or of one row, in which none needs more new tokens than any other has
-    room for."""
+    room for; unless ``padded``, of prompts of one length."""
     batch: list[int] = []
     for i in prompts:
         candidate = [*batch, i]
         new_tokens = max(budgets[j] for j in candidate)
         length = max(len(prompts[j]) for j in candidate) + new_tokens
         too_large = len(candidate) > rows or (batch and length * len(candidate) > tokens)
-        if too_large or new_tokens > min(rooms[j] for j in candidate):
+        unlike = not padded and len(prompts[i]) != len(prompts[candidate[0]])
+        if too_large or unlike or new_tokens > min(rooms[j] for j in candidate):
             yield batch
             candidate = [i]
         batch = candidate
@@ -204,7 +207,7 @@ def _generate(
         return any(stop in text for stop in stops)
 
     in_parts = not samples and _rows_can_leave(model)
-    for batch in _batches(prompts, budgets, rooms, rows, at_once):
+    for batch in _batches(prompts, budgets, rooms, rows, at_once, padded=not _keeps_state(model)):
         width = max(len(prompts[i]) for i in batch)
         padded = [[0] * (width - len(prompts[i])) + prompts[i] for i in batch]
         mask = [[0] * (width - len(prompts[i])) + [1] * len(prompts[i]) for i in batch]
@@ -241,14 +244,20 @@ def _generate(
         advance(len(batch))
 
 
+def _keeps_state(model: PreTrainedModel) -> bool:
+    """Whether layers keep a state that every token changes, padding too: what transformers computes of a prompt that is
+    padded on the left is then off (by a percent and more in random models)."""
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in DynamicCache(config=model.config).layers)
+
+
 def _rows_can_leave(model: PreTrainedModel) -> bool:
-    """Whether greedy generation can go on with some rows of a batch: nothing but its cache knows of the others, and
-    nothing in its generation config counts tokens from the beginning of a call."""
+    """Whether greedy generation can go on with some rows of a batch: nothing but keys and values knows of the others,
+    and nothing in its generation config counts tokens from the beginning of a call."""
     if set(model.generation_config.to_diff_dict()) - HARMLESS or any(
         hasattr(m, "rope_deltas") for m in model.modules()
     ):
         return False
-    return all(hasattr(layer, "batch_select_indices") for layer in DynamicCache(config=model.config).layers)
+    return not _keeps_state(model)
 
 
 def _end_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, items: Sequence[Item]) -> set[int]:

@@ -330,7 +330,7 @@ def longest_independent_input(model: PreTrainedModel) -> int | None:
     keeps them for later batches. Raises MpuError for a kind of rotary positions of which that is not known.
     """
     limits = []
-    for module in model.modules():
+    for module in model.get_decoder().modules():  # not of a tower around it, which reads no text
         kinds = getattr(module, "rope_type", None)
         settings = getattr(getattr(module, "config", None), "rope_parameters", None) or {}
         if not isinstance(kinds, dict):  # else by the type of layers

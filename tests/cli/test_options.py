@@ -23,6 +23,7 @@ import typer
 from safetensors.torch import save_file
 
 from mpu_cli.cli.main import COMMANDS, app
+from mpu_cli.commands.unlearn import Unlearn
 from mpu_cli.files.manifest import DeltaManifest, as_metadata, delta_facts
 from mpu_cli.files.reader import OPTION
 from mpu_cli.model.family import SETS
@@ -30,10 +31,11 @@ from mpu_cli.options.declare import declared_options
 from mpu_cli.options.publishing import Publishing
 from mpu_cli.options.unlearning import AUTO, Loss, Unlearning
 from mpu_cli.protocol.noise import SCHEMES
+from mpu_cli.records.read import read_records
 from mpu_cli.training.job import PRECISIONS
 from mpu_cli.training.losses import ALGORITHMS, RETAIN, Constants
 from mpu_cli.training.optimizers import OPTIMIZERS
-from tests.helpers.models import random_model, save
+from tests.helpers.models import random_model, save, write_records
 
 
 def test_choices_are_those_of_the_tables():
@@ -168,6 +170,16 @@ class TestOptionsFromAFile:
         monkeypatch.delenv("MPU_PUBLISH_PERMANENT_NOISE")
         assert "permanent noise of 0.25" in mpu("publish", "--config", "mpu.toml", "--force", cwd=root).err
         assert "other.bin: cannot read" in mpu("--config=mpu.toml", "aggregate", "x", check=False, cwd=root).err
+
+    def test_several_files_of_records(self, mpu: Callable, root: Path) -> None:
+        """In a list, as with the option given twice; and as Python gives them: names may have commas."""
+        write_records(root / "more, of them.jsonl", 3, 7)
+        (root / "mpu.toml").write_text('[unlearn]\nforget = ["forget.jsonl", "more, of them.jsonl"]\n')
+        twice = ("--forget", "forget.jsonl", "--forget", "more, of them.jsonl")
+        for given in (("--config", "mpu.toml"), twice):
+            assert "9 records to forget" in mpu("unlearn", "base", "--dry-run", *given, cwd=root).out
+        command = Unlearn.of("base", forget=[root / "forget.jsonl", root / "more, of them.jsonl"])
+        assert len(read_records(command.unlearning.records.forget)) == 9
 
     @pytest.mark.parametrize(
         ("text", "named"),

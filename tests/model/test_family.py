@@ -21,10 +21,12 @@ from mpu_cli.files.boundary import CONFIG
 from mpu_cli.files.folder import left_out
 from mpu_cli.files.randomness import Randomness
 from mpu_cli.measuring import generation
+from mpu_cli.measuring.encoding import Item
 from mpu_cli.measuring.generation import answer
 from mpu_cli.measuring.scoring import Scorer
 from mpu_cli.model.family import LAYER_AXES, Permutation, QuarterTurns, Rotation
 from mpu_cli.model.layout import Layout
+from mpu_cli.model.load import limits_of
 from mpu_cli.model.network import output_of_layer, parts_of
 from mpu_cli.model.sampling import AxisMap, sample
 from mpu_cli.model.source import Model, open_model
@@ -294,22 +296,28 @@ def items_that_begin_alike_are_scored_as_alone(subject: Subject) -> None:
             torch.testing.assert_close(scores.variance.double(), variance, rtol=0, atol=1e-3)
 
 
-def answers_are_those_of_plain_generation(subject: Subject) -> None:
-    """Of one batch of transformers', whose rows all go on until the last has ended; here they leave."""
+def answers_are_those_to_each_prompt_alone(subject: Subject) -> None:
+    """By transformers' generation. Here they are a batch that rows leave one after the other."""
     network, tokenizer = load(subject.base, torch.float32, "cpu")
+    longest = limits_of(network, independent=True).longest  # up to which no row's positions depend on the others
     items = items_of(random.Random(2), 6, 1)
-    width = max(len(item.prompt) for item in items)
-    ids = torch.tensor([[0] * (width - len(item.prompt)) + [*item.prompt] for item in items])
-    mask = torch.tensor([[0] * (width - len(item.prompt)) + [1] * len(item.prompt) for item in items])
-    plain = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 40, "do_sample": False}
-    end = int(network.generate(**plain)[0, width:][:4][-1])  # a random model says it early, and again in other answers
+
+    def generate(item: Item, **more: object) -> torch.Tensor:
+        ids = torch.tensor([item.prompt])
+        most = 40 if longest is None else min(40, longest - ids.shape[1])
+        row = network.generate(ids, max_new_tokens=most, do_sample=False, pad_token_id=tokenizer.eos_token_id, **more)[
+            0
+        ]
+        return row[ids.shape[1] :]
+
+    end = int(generate(items[0])[:4][-1])  # a random model says it early, and again in other answers
     items = [replace(item, end_token=end) for item in items]
-    rows = network.generate(**plain, eos_token_id=[end, tokenizer.eos_token_id], pad_token_id=tokenizer.eos_token_id)
-    expected = tokenizer.batch_decode(rows[:, width:], skip_special_tokens=True)
+    alone = [generate(item, eos_token_id=[end, tokenizer.eos_token_id]) for item in items]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(generation, "PART", 3)
-        answers = answer(network, tokenizer, items, [[] for _ in items], limit=40, batch_size=8)
-    assert [each.generation for each in answers] == [text.strip() for text in expected]
+        answers = answer(network, tokenizer, items, [[]] * len(items), limit=40, batch_size=8, longest=longest)
+    expected = [tokenizer.decode(row, skip_special_tokens=True).strip() for row in alone]
+    assert [each.generation for each in answers] == expected
 
 
 def the_output_of_a_layer_is_the_hidden_state(subject: Subject) -> None:
@@ -346,7 +354,7 @@ PROPERTIES = (
     what_is_no_symmetry_changes_the_function,
     copies_without_layers_compute_what_the_base_without_them_does,
     items_that_begin_alike_are_scored_as_alone,
-    answers_are_those_of_plain_generation,
+    answers_are_those_to_each_prompt_alone,
     the_output_of_a_layer_is_the_hidden_state,
     every_setting_is_listed,
     traps_can_be_looked_for,
