@@ -62,8 +62,11 @@ def run_mpu(
     *,
     launcher: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
+    folder: str | None = None,
 ) -> Ended:
-    """Run ``mpu`` with ``arguments`` until it ends; ``environment`` is added to this process's.
+    """Run ``mpu`` with ``arguments`` until it ends, in ``folder``, as tasks of Ray do, or here.
+
+    ``environment`` is added to this process's.
 
     ``launcher`` is a command that starts Python modules, such as ``accelerate launch -m``.
 
@@ -71,7 +74,7 @@ def run_mpu(
     """
     started_by = [*launcher, "mpu_cli", *arguments] if launcher else python_command("mpu_cli.entry", "main", *arguments)
     process = subprocess.Popen(
-        started_by, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        started_by, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
         env=safe_environment(**(environment or {})),
     )  # fmt: skip
     _RUNNING.add(process)

@@ -267,6 +267,6 @@ class TestACopyThatFailsOnAWord:
         weights = load_file(copy / "model.safetensors")
         weights["model.embed_tokens.weight"][tokenizer["model"]["vocab"][word]] = 3e38
         save_file(weights, copy / "model.safetensors", open_checkpoint(copy / "model.safetensors").metadata)
-        assert "diverged" in unlearn_copy(mpu, root, copy, "d", "--trust-copy", check=False).err
+        unlearn_copy(mpu, root, copy, "d", "--trust-copy", refused="only NaN or Inf")
         unlearn_copy(mpu, root, copy, "d", "--dp-epsilon", 8, "--trust-copy")
         assert all(tensor.isfinite().all() for tensor in load_file(root / "d.safetensors").values())
