@@ -444,7 +444,7 @@ def test_publish_says_what_a_copy_knows(mpu: Callable, tmp_path: Path, demo: Dem
     assert losses["copy_1"] > losses["the base"]
     assert "probability of an answer's tokens" in outcome.err
     assert "too little to unlearn on" in outcome.err
-    mild = ("--copies", 1, "--permanent-noise", 0.05, "--publish-again", "--copy-recipients",
+    mild = ("--copies", 1, "--permanent-noise", 0.2, "--publish-again", "--copy-recipients",
             make_identity(tmp_path / "id"))  # fmt: skip
     sealed = mpu("publish", demo.model, "--probe", demo.forget, *mild, "--out", tmp_path / "mild", "--keys",
                  tmp_path / "mild.bin", "--json")  # fmt: skip
