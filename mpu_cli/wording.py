@@ -18,14 +18,14 @@ def counted(count: int, noun: str, plural: str | None = None) -> str:
     return f"{count:,} {noun if count == 1 else plural or noun + 's'}"
 
 
-def printable(text: str) -> str:
-    """``text`` without control characters: names in a hostile file must not act as terminal commands."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+def printable(text: str, spaces: str = "\n\t") -> str:
+    """``text`` without control characters but ``spaces``: names in a hostile file must not act as terminal commands."""
+    return "".join(c if c.isprintable() or c in spaces else repr(c)[1:-1] for c in text)
 
 
 def one_line(text: str) -> str:
     """``text`` as one line of a table: a name in a hostile folder must not look like a line of its own."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    return printable(text, spaces="")
 
 
 def names_in(text: str | None) -> tuple[str, ...]:

@@ -286,7 +286,7 @@ def _scores(
     from mpu_cli.model.load import letting_go, limits_of, load
     from mpu_cli.model.network import Answers
     from mpu_cli.records.encode import encoding_of
-    from mpu_cli.training.job import check_finite
+    from mpu_cli.training.job import check_finite, without_numbers
 
     @letting_go  # imported here, with torch, so what it decorates is here, too
     def score() -> dict[str, RecordScores]:
@@ -316,10 +316,7 @@ def _scores(
                 parts = [next(answers) for _ in examples]  # a text is several examples: its tokens count together
                 loss, tokens = sum(part.loss for part in parts), sum(part.tokens for part in parts)
                 if not math.isfinite(loss):  # a verdict that leaves these out would tell which records they are
-                    raise MpuError(
-                        f"{model.source}: gives no probabilities on your records, only NaN or Inf",
-                        "ask its owner for a copy that computes",
-                    )
+                    raise without_numbers(model)
                 probabilities.append(math.exp(-loss / max(1, tokens)))
                 verbatim.append(all(part.is_likeliest for part in parts))
             scores[name] = RecordScores(probabilities, verbatim)

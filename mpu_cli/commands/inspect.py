@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from mpu_cli.files.manifest import CopyManifest
     from mpu_cli.protocol.noise import Calibration
 
-COPY_FACTS = ("run", "round", "copy", "copies", "symmetries", "omitted_layers", "noise")  # of a copy's metadata
 LONGEST_TEXT = 2000  # characters of a value
 
 
@@ -133,7 +132,7 @@ def _mode(path: Path) -> str:
 
 def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
     from mpu_cli.files.boundary import read_json_object
-    from mpu_cli.files.manifest import delta_manifest, facts_of, read_copy_manifest
+    from mpu_cli.files.manifest import CopyManifest, delta_manifest, facts_of, read_copy_manifest
     from mpu_cli.files.reader import ADAPTER_CONFIG, open_checkpoint
 
     checkpoint = open_checkpoint(path, links=False)
@@ -153,7 +152,8 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
     elif path.is_dir() and (origin := read_copy_manifest(path)):
         facts = {"kind": "copy, as published", **_belonging(origin)}
     elif format_ == "mpu-copy":
-        facts = {"kind": "weights of a copy"} | {k: v for k, v in stated.items() if k in COPY_FACTS}
+        names = {each.name for each in fields(CopyManifest)}
+        facts = {"kind": "weights of a copy"} | {k: v for k, v in stated.items() if k in names}
     elif format_ == "mpu-reference":
         facts = {"kind": "a reference model's probabilities for a client's records: keep it with the client"}
         facts |= {k: v for k, v in stated.items() if k in ("run", "copy", "asks")}

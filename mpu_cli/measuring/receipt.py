@@ -227,7 +227,7 @@ def contradiction_in(receipt: Receipt) -> str | None:
         return "it compares a copy with itself"
     if before and before.run == copy.run and before.round > copy.round:
         return "it compares with a copy of a later round"
-    if any(not _is_a_day(date) for date in (receipt.date, receipt.checked.date if receipt.checked else receipt.date)):
+    if not _is_a_day(receipt.date) or (receipt.checked and not _is_a_day(receipt.checked.date)):
         return "its date is no day"
     if (receipt.left is None) != (receipt.left_high is None):
         return "it has one of left and left_high"
@@ -244,7 +244,7 @@ def contradiction_in(receipt: Receipt) -> str | None:
 
 def _is_a_day(text: str) -> bool:
     try:
-        datetime.strptime(text, "%Y-%m-%d")
+        datetime.fromisoformat(text)
     except ValueError:
         return False
     return True

@@ -276,8 +276,7 @@ def file_rows(path: Path, split: str = "file", encoding: str | None = None) -> R
         way = "as a CSV file" if suffix in SHEETS else "as plain text (.txt), and see --split paragraphs"
         raise MpuError(f"{path}: {OFFICE_FILES[suffix]}, which is not read", f"save it {way}")
     if suffix == PARQUET_SUFFIX:
-        _check_parquet(path)
-        yield from rows_through_datasets(str(path), PARQUET_SUFFIX[1:], data_files=str(path), split="train")
+        yield from _parquet_rows(path)
     elif suffix == EXCEL_SUFFIX:
         yield from _excel_rows(path)
     elif suffix in TABLE_SUFFIXES:
@@ -294,7 +293,7 @@ def _read_text(path: Path, encoding: str | None) -> str:
         if opener is None:
             content = path.read_bytes()
         else:
-            most = MOST_EXPANDED * (path.stat().st_size + SMALL)
+            most = _room_for(path)
             with opener(path, "rb") as file:
                 content = file.read(most + 1)
             if len(content) > most:
@@ -318,6 +317,11 @@ def _read_text(path: Path, encoding: str | None) -> str:
         raise UsageError(f"--encoding {encoding}: not an encoding", "name one such as cp1252 or utf-16") from error
 
 
+def _room_for(path: Path) -> int:
+    """The most bytes that what a compressed file holds may have."""
+    return MOST_EXPANDED * (path.stat().st_size + SMALL)
+
+
 def _expands(path: Path) -> MpuError:
     return MpuError(
         f"{path}: becomes more than {MOST_EXPANDED} times as large when it is read, which records do not",
@@ -325,25 +329,26 @@ def _expands(path: Path) -> MpuError:
     )
 
 
-def _check_parquet(path: Path) -> None:
-    """Raise MpuError for a table that would fill the memory: one value may stand in it a million times."""
+def _parquet_rows(path: Path) -> Rows:
+    """Rows of a table, read a few at a time: one value may stand in it a million times, and fill the memory."""
     from pyarrow import ArrowException, DictionaryArray, parquet
 
-    most = MOST_EXPANDED * (path.stat().st_size + SMALL)
+    left, number = _room_for(path), 0
     try:
         with parquet.ParquetFile(path) as file:
             facts = file.metadata
-            groups = range(facts.num_row_groups)
-            if sum(facts.row_group(i).total_byte_size for i in groups) > most:
+            if sum(facts.row_group(i).total_byte_size for i in range(facts.num_row_groups)) > left:
                 raise _expands(path)
-            read = 0
             for batch in file.iter_batches(batch_size=256):
                 for column in batch.columns:
-                    read += (column.dictionary_decode() if isinstance(column, DictionaryArray) else column).nbytes
-                if read > most:
+                    left -= (column.dictionary_decode() if isinstance(column, DictionaryArray) else column).nbytes
+                if left < 0:
                     raise _expands(path)
+                for row in batch.to_pylist():
+                    number += 1
+                    yield f"{path}, record {number}", row
     except (ArrowException, OSError, ValueError) as error:
-        raise MpuError(f"{path}: not a Parquet file that can be read ({first_line(error)})") from error
+        raise MpuError(f"{path}: cannot be loaded ({first_line(error)})") from error
 
 
 def _text_rows(text: str, path: Path, split: str) -> Rows:

@@ -213,6 +213,12 @@ def check_finite(model: PreTrainedModel, copy: Model) -> None:
             raise MpuError(f"{copy.source}: {name!r} holds NaN or Inf", "ask its owner for a whole copy")
 
 
+def without_numbers(copy: Model) -> MpuError:
+    """What to say of a copy whose losses on the client's records are not finite."""
+    problem = f"{copy.source}: gives no probabilities on your records, only NaN or Inf"
+    return MpuError(problem, "ask its owner for a copy that computes")
+
+
 # What identifies a training: to the client's ledger, to the server as a tag, to the checkpoints that it resumes.
 
 

@@ -22,7 +22,6 @@ from mpu_cli.files.reader import LOST_TO_ROUNDING
 from mpu_cli.files.resumption import write_atomically
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import CheckpointWriter
-from mpu_cli.heap import suit_heap_to
 from mpu_cli.model.device import memory_in_mind
 from mpu_cli.model.load import letting_go, load, vocabulary_size
 from mpu_cli.model.network import Answers
@@ -46,6 +45,7 @@ from mpu_cli.training.job import (
     load_copy,
     prepare_job,
     surroundings_of,
+    without_numbers,
 )
 from mpu_cli.training.ledger import (
     Course,
@@ -302,8 +302,6 @@ def _signs(job: TrainingJob, loaded: LoadedCopy, encoded: Encoded) -> list[str]:
         if not loaded.private:
             looked_at = [example for set_examples, _ in encoded.values() for example in set_examples]
         signs += traps(job.copy, loaded.model, looked_at, len(data.forget) + len(data.retain))
-        if loaded.model.device.type == "cpu":  # what the look freed would stay with this process
-            suit_heap_to(sum(parameter.nbytes for parameter in loaded.model.parameters()))
     elif checks:
         signs.append("several processes train it, so its units were not looked at for traps")
     if checks and job.public and job.is_main_process:
@@ -411,10 +409,7 @@ def _inspect_copy(job: TrainingJob, signs: list[str], entry: LedgerEntry | None,
     tell what those hold."""
     has_losses = before is not None and math.isfinite(before.forget + (before.retain or 0.0))
     if before and not has_losses and job.options.privacy.dp_epsilon is None:
-        raise MpuError(
-            f"{job.copy.source}: gives no probabilities on your records, only NaN or Inf",
-            "ask its owner for a copy that computes",
-        )
+        raise without_numbers(job.copy)
     if job.ledger and entry and before and has_losses:
         write_losses(job.ledger, entry.identity, before.forget, before.retain)
         if job.checks and job.options.privacy.dp_epsilon is None:

@@ -143,6 +143,8 @@ def memory_rows(options: argparse.Namespace, model: str) -> Iterator[dict[str, o
         before, peak = _used(options.device), 0.0
         with _started(options, command) as process:
             while process.poll() is None:
+                if time.monotonic() > options.ends:
+                    process.kill()
                 peak = max(peak, _used(options.device, process.pid) - before)
                 time.sleep(POLL)
         yield {
@@ -213,7 +215,7 @@ def _row(options: argparse.Namespace, name: str, arguments: list[str]) -> dict[s
 
 
 def _mpu(options: argparse.Namespace, arguments: list[str]) -> subprocess.CompletedProcess[str]:
-    left = max(1.0, options.ends - time.monotonic())
+    left = max(30.0, options.ends - time.monotonic())  # a dry run that was begun may end
     return subprocess.run(
         [*MPU, *arguments], cwd=options.scratch, capture_output=True, text=True, check=False, timeout=left
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from collections.abc import Callable
+from datetime import datetime
 from pathlib import Path
 
 import datasets
@@ -16,7 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from mpu_cli.measuring.receipt import as_text, read_receipt, with_signature
-from mpu_cli.records.read import read_records
+from mpu_cli.records.read import file_rows, read_records
 from mpu_cli.training.ledger import default_ledger_path
 from tests.helpers.attacks import edit, publish_copy, unlearn_copy
 from tests.helpers.models import random_model, save
@@ -222,6 +223,17 @@ class TestRecords:
         pq.write_table(pa.Table.from_pylist(rows), root / "a.parquet")
         for name in ("a.jsonl.gz", "a.parquet"):
             assert len(read_records(root / name)) == len(rows)
+
+    def test_a_table_is_read_as_datasets_reads_it(self, root: Path) -> None:
+        rows = [
+            {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "year": 2000 + i,
+             "note": None if i % 2 else "c", "tags": ["d"] * i, "date": datetime(2000, 1, 1 + i)}
+            for i in range(3)
+        ]  # fmt: skip
+        pq.write_table(pa.Table.from_pylist(rows), root / "a.parquet")
+        expected = datasets.load_dataset("parquet", data_files=str(root / "a.parquet"), split="train",
+                                         cache_dir=str(root / "cache"))  # fmt: skip
+        assert [row for _, row in file_rows(root / "a.parquet")] == list(expected) == rows
 
     def test_a_message_that_is_too_deep(self, mpu: Callable, root: Path) -> None:
         deep = '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "x": %s}]}\n'

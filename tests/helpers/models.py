@@ -384,6 +384,15 @@ def save(model: PreTrainedModel, folder: Path) -> Path:
     return save_tokenizer(folder, by_bytes=by_bytes)
 
 
+def save_random(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """A random model of ``family``, or of ``FAMILY-fused`` with the arrangement of tensors that memory has."""
+    model = random_model(family.removesuffix("-fused"), dtype=dtype)
+    save(model, folder)
+    if family.endswith("-fused"):
+        model.save_pretrained(folder, save_original_format=False)
+    return folder
+
+
 def save_tokenizer(folder: Path, *, by_bytes: bool = False) -> Path:
     """Put the tokenizer of ``save`` in ``folder``."""
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}

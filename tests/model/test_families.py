@@ -35,20 +35,12 @@ from tests.helpers.models import (
     random_model,
     read,
     save,
+    save_random,
     write_records,
 )
 from tests.helpers.protocol import clean_update, distance, updates
 
 TOKENS = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(1))
-
-
-def make(family: str, folder: Path, dtype: torch.dtype = torch.float32) -> Path:
-    """``family``, or ``FAMILY-fused`` for the arrangement of tensors that memory has."""
-    model = random_model(family.removesuffix("-fused"), dtype=dtype)
-    save(model, folder)
-    if family.endswith("-fused"):
-        model.save_pretrained(folder, save_original_format=False)
-    return folder
 
 
 def logits(folder: Path) -> torch.Tensor:
@@ -89,7 +81,7 @@ IMAGES = {
 @pytest.mark.parametrize("family", by_kind(name for name in FAMILY_CONFIGS if name in WRAPPERS))
 def test_images_are_seen_as_before(mpu: Callable, tmp_path: Path, family: str) -> None:
     """What a tower writes into the residual stream moves with that, without noise; nothing of it is trained."""
-    base, (image, pixels) = make(family, tmp_path / "base"), IMAGES[family]
+    base, (image, pixels) = save_random(family, tmp_path / "base"), IMAGES[family]
     tokens = torch.tensor([[8, *image, 9, 10, 11]])
     if "image_grid_thw" in pixels:
         pixels = {**pixels, "mm_token_type_ids": (tokens == 5).long()}
@@ -119,7 +111,7 @@ def test_images_are_seen_as_before(mpu: Callable, tmp_path: Path, family: str) -
 
 @pytest.mark.slow
 def test_experts_have_no_gradients_for_each_record(mpu: Callable, tmp_path: Path) -> None:
-    base = make("mixtral", tmp_path / "base")
+    base = save_random("mixtral", tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 4, 1)
     private = ["--forget", "forget.jsonl", "--algo", "gradascent", "--epochs", 1, "--template", "plain",
                "--dp-epsilon", 8, "--lora-rank", 2]  # fmt: skip
@@ -133,7 +125,7 @@ def test_experts_have_no_gradients_for_each_record(mpu: Callable, tmp_path: Path
 )
 def test_an_adapter_for_the_base(mpu: Callable, tmp_path: Path, family: str, targets: str) -> None:
     """Loaded by peft, it gives the model that aggregate writes without it, whatever names files and memory have."""
-    base = make(family, tmp_path / "base")
+    base = save_random(family, tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 4, 1)
     mpu("publish", base, "--copies", 2, "--kappa", 1e-4, cwd=tmp_path)
     mpu("unlearn", "copy_1", "copy_2", "--algo", "gradascent", "--epochs", 2, "--batch-size", 2, "--template", "plain",
@@ -157,7 +149,7 @@ ONE_KIND = [name if name == "mixtral" else pytest.param(name, marks=pytest.mark.
 @pytest.mark.parametrize("family", ONE_KIND)
 def test_noise_cancels_to_second_order(mpu: Callable, tmp_path: Path, family: str) -> None:
     """Two copies leave an error that grows as κ²; one copy's grows as κ."""
-    base = make(family, tmp_path / "base")
+    base = save_random(family, tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 6, 1)
     options = ["--forget", tmp_path / "forget.jsonl", "--algo", "gradascent", "--precision", "float64", "--epochs", 2,
                "--batch-size", 3, "--template", "plain", "--lr", "1e-3", "--optim", "adamw-blockwise"]  # fmt: skip
@@ -202,7 +194,7 @@ def test_a_trained_model(mpu: Callable, tmp_path_factory: pytest.TempPathFactory
 class TestCheckFamily:
     @pytest.mark.slow
     def test_finds_a_table_that_is_wrong(self, mpu: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        base = make("glm4", tmp_path / "base")
+        base = save_random("glm4", tmp_path / "base")
         assert mpu("check-family", base).out == "glm4: every symmetry holds\n"
         monkeypatch.setitem(FAMILIES, "glm4", replace(FAMILIES["glm4"], planes="halves"))
         outcome = mpu("check-family", base, "--json", check=False)
@@ -222,15 +214,15 @@ class TestCheckFamily:
         assert document["layers"] == [0, 1]
         assert document["returned"]["signed"] == 0
         assert 0 < document["returned"]["all"] < 1e-5
-        kinds = mpu("check-family", make("gemma3_text", tmp_path / "kinds"), "--json").json
+        kinds = mpu("check-family", save_random("gemma3_text", tmp_path / "kinds"), "--json").json
         assert kinds["layers"] == [0, 1]
-        assert mpu("check-family", make("gpt_neo", tmp_path / "all"), "--json").json["layers"] == [0, 1]
-        mixed = mpu("check-family", make("qwen3_5_text", tmp_path / "mixed"), "--json").json
+        assert mpu("check-family", save_random("gpt_neo", tmp_path / "all"), "--json").json["layers"] == [0, 1]
+        mixed = mpu("check-family", save_random("qwen3_5_text", tmp_path / "mixed"), "--json").json
         assert mixed["layers"] == [0, 1, 3]
 
     def test_a_way_back_that_is_wrong(self, mpu: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """Columns that are undone as they were done: copies compute the same, and their deltas would be lost."""
-        base = make("llama", tmp_path / "base")
+        base = save_random("llama", tmp_path / "base")
         monkeypatch.setattr(transform_module, "map_columns", lambda x, axis, **_: map_columns(x, axis))
         outcome = mpu("check-family", base, "--json", check=False)
         assert outcome.status == 1
@@ -238,18 +230,18 @@ class TestCheckFamily:
         assert outcome.json["returned"]["all"] > 0.1
 
     def test_names_what_nothing_moves(self, mpu: Callable, tmp_path: Path) -> None:
-        outcome = mpu("check-family", make("phi", tmp_path / "base"), "--json")
+        outcome = mpu("check-family", save_random("phi", tmp_path / "base"), "--json")
         assert outcome.json["unmoved"] == ["lm_head.bias"]
         assert all(check["float64"] < 1e-6 for check in outcome.json["checks"])
         assert "lm_head.bias" in mpu("publish", tmp_path / "base", "--copies", 2, cwd=tmp_path).err
 
     def test_a_family_that_is_not_listed(self, mpu: Callable, tmp_path: Path) -> None:
-        base = make("glm4", tmp_path / "base")
+        base = save_random("glm4", tmp_path / "base")
         edit(base / "config.json", model_type="mamba")
         mpu("check-family", base, refused="not supported")
         edit(base / "config.json", model_type="xglm")
         mpu("check-family", base, refused="sinusoids")
-        around = make("llava", tmp_path / "around")
+        around = save_random("llava", tmp_path / "around")
         config = json.loads((around / "config.json").read_text())
         config["text_config"]["model_type"] = "opt"
         (around / "config.json").write_text(json.dumps(config))
@@ -258,7 +250,7 @@ class TestCheckFamily:
 
 def test_stacks_that_lie_transposed_are_refused_with_advice(mpu: Callable, tmp_path: Path) -> None:
     """As in Qwen 3 VL's mixtures on the Hub: to write them by their shape would reshape them."""
-    base = make("qwen3_vl_moe", tmp_path / "base")
+    base = save_random("qwen3_vl_moe", tmp_path / "base")
     tensors = load_file(base / "model.safetensors")
     stacks = {name: tensors[name].transpose(1, 2).contiguous() for name in tensors if ".experts." in name}
     save_file(tensors | stacks, base / "model.safetensors", {"format": "pt"})
@@ -270,7 +262,7 @@ def test_stacks_that_lie_transposed_are_refused_with_advice(mpu: Callable, tmp_p
 
 def test_dead_tensors_are_refused_by_name(mpu: Callable, tmp_path: Path) -> None:
     """A prediction head that the model does not use would travel as it is."""
-    base = make("glm4_moe", tmp_path / "base")
+    base = save_random("glm4_moe", tmp_path / "base")
     tensors = load_file(base / "model.safetensors")
     tensors["model.layers.2.eh_proj.weight"] = torch.randn(32, 64)
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
@@ -299,7 +291,7 @@ def test_dead_tensors_are_refused_by_name(mpu: Callable, tmp_path: Path) -> None
     ],
 )
 def test_configs_that_make_no_sense(mpu: Callable, tmp_path: Path, family: str, entries: dict) -> None:
-    base = make(family, tmp_path / "base")
+    base = save_random(family, tmp_path / "base")
     edit(base / "config.json", **entries)
     refused = mpu("publish", base, check=False, cwd=tmp_path)
     assert refused.status == 1
@@ -310,7 +302,7 @@ def test_configs_that_make_no_sense(mpu: Callable, tmp_path: Path, family: str, 
 
 
 def test_quantised_weights_are_refused(mpu: Callable, tmp_path: Path) -> None:
-    base = make("gpt_oss", tmp_path / "base")
+    base = save_random("gpt_oss", tmp_path / "base")
     edit(base / "config.json", quantization_config={"quant_method": "mxfp4"})
     mpu("publish", base, refused="dequantise", cwd=tmp_path)
 
@@ -329,7 +321,7 @@ def test_angles_that_are_undone() -> None:
 @pytest.mark.parametrize("family", ["mixtral", "mixtral-fused", "gpt_oss", "codegen"])
 def test_slices_do_not_show(tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stack of experts is worked on in slices of any size."""
-    base, layout = open_with_layout(make(family, tmp_path / "base"))
+    base, layout = open_with_layout(save_random(family, tmp_path / "base"))
 
     def draws(symmetry: str, layer: int) -> Stream:
         return Randomness(bytes(32)).stream("symmetry", 1, 1, symmetry, layer)
@@ -374,7 +366,7 @@ def test_missing_entries_mean_what_transformers_takes_them_for(model_type: str) 
 @pytest.mark.slow
 def test_a_config_entry_that_copies_would_lack(mpu: Callable, tmp_path: Path) -> None:
     """check-family refuses what transformers reads and copies would not get; publish names the others, too."""
-    base = make("llama", tmp_path / "base")
+    base = save_random("llama", tmp_path / "base")
     edit(base / "config.json", a_multiplier=2.0, _name_or_path="x")
     printed = mpu("publish", base, "--out", tmp_path / "out", "--keys", tmp_path / "keys.bin").err
     assert "the copies do not get a_multiplier, which transformers does not read" in printed

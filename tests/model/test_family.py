@@ -46,9 +46,8 @@ from tests.helpers.models import (
     VOCABULARY,
     by_kind,
     load,
-    random_model,
     read,
-    save,
+    save_random,
     write_records,
 )
 from tests.helpers.protocol import clean_update, distance, updates
@@ -79,11 +78,7 @@ class Subject:
 
     @classmethod
     def make(cls, name: str, folder: Path, mpu: Callable, dtype: torch.dtype = torch.float32) -> Subject:
-        """``FAMILY-fused`` has the arrangement of tensors that memory has."""
-        network, base = random_model(name.removesuffix("-fused"), dtype=dtype), folder / "base"
-        save(network, base)
-        if name.endswith("-fused"):
-            network.save_pretrained(base, save_original_format=False)
+        base = save_random(name, folder / "base", dtype)
         if name == "llava":
             CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8}).save_pretrained(base)
         return cls(name, folder, mpu, dtype)
