@@ -33,10 +33,12 @@ SETS = {  # as the table calls them
 
 @dataclass(frozen=True)
 class Checked:
-    """The verdict on a copy, and a receipt of it that the client signed (None if none was asked for)."""
+    """The verdict on a copy, and a receipt of it that the client signed (None if none was asked for); the ``records``
+    to forget that stand out, which are for the client alone."""
 
     verdict: Verdict
     receipt: Receipt | None
+    records: Sequence[Record] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +46,9 @@ class Check(Command):
     """Check on a copy of the server's new model that it forgot your records and kept the others.
 
     Passes if at most 5 % is left of what was known of --forget records (and the interval over records ends below
-    10 %), and at least 95 % of --retain records is kept, both measured against --before. What --unseen records or
-    --public say a stranger knows does not count. Prints a table and the verdict; exits with status 1 unless it is a
-    pass.
+    10 %), no more of them stand out than of unseen records, and at least 95 % of --retain records is kept, all measured
+    against --before. What --unseen records or --public say a stranger knows does not count, and no record makes up for
+    another. Prints a table and the verdict; exits with status 1 unless it is a pass.
     """
 
     NAME: ClassVar[str] = "check"
@@ -72,6 +74,7 @@ class Check(Command):
         "Measure although tokenizer, template or config differ from the copy that was trained on; the verdict is "
         "undecided then.",
     )
+    show: bool = option(False, "Name the records that are still known: for you alone, not for the server.")
     identity: Path | None = option(None, IDENTITY, metavar="FILE")
     force: bool = option(False, FORCE)
 
@@ -102,7 +105,7 @@ class Check(Command):
         from mpu_cli.files.reader import fingerprint
         from mpu_cli.files.sealing import opened_copy
         from mpu_cli.measuring.receipt import commit_to, new_receipt, with_signature
-        from mpu_cli.measuring.verdict import judge
+        from mpu_cli.measuring.verdict import judge, records_that_stand_out
         from mpu_cli.model.source import open_model
         from mpu_cli.training.delta import own_client_secret
         from mpu_cli.version import __version__
@@ -131,15 +134,16 @@ class Check(Command):
             after, earlier, public=public, max_left=options.goal.max_left, min_kept=options.goal.min_kept,
             same_surroundings=same_surroundings,
         )  # fmt: skip
+        known = [sets["forget"][number] for number in records_that_stand_out(after, public)]
         if facts is None:
-            return Checked(verdict, None)
+            return Checked(verdict, None, known)
         public_weights = fingerprint(public_model.checkpoint) if public_model else None
         records, nonce = commit_to({name: sets[name] for name in sets if name != "general"}, own_client_secret())
         receipt = new_receipt(
             verdict, copy=facts, before=earlier_facts, public=public_weights,
             records=records, nonce=nonce, version=__version__,
         )  # fmt: skip
-        return Checked(verdict, with_signature(receipt, "client", own_client_secret()))
+        return Checked(verdict, with_signature(receipt, "client", own_client_secret()), known)
 
     def tables(self, checked: Checked) -> list[Table]:
         """What the copy knows of each set."""
@@ -157,6 +161,9 @@ class Check(Command):
 
         verdict = checked.verdict
         _tell_shares(verdict, observer)
+        if self.show:
+            places = ", ".join(record.location for record in checked.records)
+            observer.note(f"known better than nearly all strangers: {places or 'no record'}")
         if checked.receipt and checked.receipt.client:
             observer.note(
                 f"{self.receipt}: holds rounded shares, at most {MOST_BITS:.0f} bits about your records; tell the "
@@ -179,6 +186,7 @@ class Check(Command):
             "passed": verdict.passes,
             "verdict": verdict.sentence,
             "receipt": self.receipt,
+            "stands_out": [record.location for record in checked.records] if self.show else None,
         }
         return Report([verdict.sentence], document, status=0 if verdict.passes else 1)
 
@@ -207,6 +215,11 @@ def _tell_shares(verdict: Verdict, observer: Observer) -> None:
         observer.note(
             f"left of what was known of the records to forget: {verdict.left}; at most {verdict.max_left:.0%} may be, "
             f"and the interval has to end at {INTERVAL_FACTOR * verdict.max_left:.0%}"
+        )
+    if tail := verdict.tail:
+        observer.note(
+            f"known better than 95 % of strangers: {tail.above} of {tail.records} records, where {tail.above_allowed} "
+            f"may be; word for word: {tail.verbatim}, where {tail.verbatim_allowed} may be"
         )
     if verdict.kept:
         trained = f"; of those trained on, {verdict.kept_trained.estimate:.0%}" if verdict.kept_trained else ""

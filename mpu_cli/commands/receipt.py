@@ -212,6 +212,8 @@ def _tell_measured(document: Document, observer: Observer) -> None:
         f"left: {share(document.left)}, interval up to {share(document.left_high)}, where {document.max_left}% may be; "
         f"kept: {share(document.kept)}, where {document.min_kept}% has to be"
     )
+    if document.stands_out:
+        observer.note("more records are known better than nearly all strangers than chance and the limit allow")
     usual = Goal()
     if document.max_left > 100 * usual.max_left or document.min_kept < 100 * usual.min_kept:
         observer.warn(

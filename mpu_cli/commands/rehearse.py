@@ -95,7 +95,7 @@ class Rehearse(Command):
         with private_umask(), tempfile.TemporaryDirectory(prefix="mpu-") as scratch:
             unlearn = Unlearn(
                 copies=self.copies, unlearning=self.unlearning, goal=self.goal, stopping=self.stopping,
-                out=f"{scratch}/deltas/",
+                out=f"{scratch}/deltas/", alone=True,
             )  # fmt: skip
             plan = unlearn.plan(observer)
             if plan.until is None or not plan.data.held_out:
@@ -184,7 +184,7 @@ def _try_steps(base: Model, updated: Model, keys: Keys, plan: UnlearnPlan, obser
     at_once, public = scored_at_once(options.training, model.device), None
     if keys.reference is not None and "unseen" not in examples:
         public = probabilities_under(keys.reference, examples["forget"], at_once, device)
-    scorer = Scorer(model, examples, at_once, public)
+    scorer = Scorer(model, examples, at_once, public, plan.command.goal.max_left)
     go_to = steps_between(base, updated, model)
     observer.stage("try steps", len(TRIED_STEPS), "tried")
     tried = []

@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.errors import MpuError, Stopped, UsageError
-from mpu_cli.files.manifest import SUFFIX, delta_manifest, delta_path, name_of_copy, read_copy_manifest, round_of_copy
+from mpu_cli.files.manifest import (
+    SUFFIX,
+    CopyManifest,
+    delta_manifest,
+    delta_path,
+    name_of_copy,
+    read_copy_manifest,
+    round_of_copy,
+)
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, IDENTITY, Command, Preview, Report, paths_from
 from mpu_cli.options.declare import group, option
@@ -21,19 +29,23 @@ from mpu_cli.wording import counted, in_bytes, in_time
 if TYPE_CHECKING:
     from mpu_cli.measuring.cost import Memory, Work
     from mpu_cli.measuring.generation import Shown
+    from mpu_cli.records.forms import Record
     from mpu_cli.training.data import Dataset
     from mpu_cli.training.ledger import Course
+    from mpu_cli.training.requests import Continuation, Source
     from mpu_cli.training.stopping import Until
     from mpu_cli.training.unlearn import UnlearningResult
 
 
 @dataclass(frozen=True)
 class UnlearningTask:
-    """A copy, where its delta goes, and the file of its reference probabilities."""
+    """A copy, where its delta goes, the file of its reference probabilities, and the earlier change that the training
+    goes on from."""
 
     copy: str
     target: Path
     reference_file: Path | None
+    start: Continuation | None = None
 
 
 @dataclass(frozen=True)
@@ -55,13 +67,15 @@ class Unlearned:
 @dataclass(frozen=True)
 class UnlearnPlan:
     """What ``command`` will do: train each of ``tasks`` in turn on the records, ``data``, with ``options``, ``until`` a
-    goal is reached or, if that is None, for a number of epochs."""
+    goal is reached or, if that is None, for a number of epochs. ``earlier``: where the records of earlier requests on
+    the same copies are from, which ``data`` has, too."""
 
     command: Unlearn
     tasks: Sequence[UnlearningTask]
     data: Dataset
     options: Unlearning
     until: Until | None
+    earlier: Sequence[Source] = ()
 
     @property
     def warnings(self) -> list[str]:
@@ -107,6 +121,7 @@ class UnlearnPlan:
                 result = self._train(source, task, observer, courses.get(round_id))
                 if round_id and result.course:
                     courses.setdefault(round_id, result.course)
+                self._note(task, manifest, result, observer)
                 answers: Sequence[Shown] = ()
                 if command.show and result.is_main_process:
                     answers = answers_before_and_after(
@@ -114,6 +129,35 @@ class UnlearnPlan:
                         self.options.prompts, self.options.training.device,
                     )  # fmt: skip
             yield Unlearned(task, result, answers, self.warnings)
+
+    def _note(
+        self, task: UnlearningTask, manifest: CopyManifest | None, result: UnlearningResult, observer: Observer
+    ) -> None:
+        """Write the request down for the next one on the same copy, and for the check."""
+        from mpu_cli.training.requests import (
+            Request,
+            default_requests_path,
+            options_to_note,
+            sources_of,
+            write_request,
+        )
+
+        if manifest is None or result.course is None:
+            return
+        command = self.command
+        request = Request(
+            run=manifest.run, round=manifest.round, copy=manifest.copy, copy_id=manifest.copy_id,
+            weights=result.weights, delta=str(task.target.absolute()), scale=result.course.scale,
+            sources=sources_of(self.options, self.earlier),
+            options=options_to_note(self.options, command.goal, command.checks),
+        )  # fmt: skip
+        try:
+            write_request(default_requests_path(), request)
+        except OSError as error:
+            observer.warn(
+                f"{default_requests_path()}: {error.strerror}; a further request on this copy has to name these "
+                "records again"
+            )
 
     def _train(self, source: str, task: UnlearningTask, observer: Observer, course: Course | None) -> UnlearningResult:
         from mpu_cli.model.source import open_model
@@ -130,7 +174,7 @@ class UnlearnPlan:
             return unlearn(
                 open_model(source, links=False), self.data, self.options, target=task.target, force=command.force,
                 logging=command.logging, reference_file=task.reference_file, secret=own_client_secret,
-                ledger=default_ledger_path(), checks=command.checks, until=until, observer=observer,
+                ledger=default_ledger_path(), checks=command.checks, until=until, start=task.start, observer=observer,
             )  # fmt: skip
         except (KeyboardInterrupt, Stopped):
             resume_folder = task.target.with_name(f"{task.target.name}.resume")
@@ -152,6 +196,9 @@ class Unlearn(Command):
     Trains until the records are forgotten and the others kept, or for --epochs. All copies of a round need the same
     options, or the noise does not cancel; they take as many steps as the first one. Prints the path of each delta. With
     --resume, copies that have one already are passed over.
+
+    A further request on a copy that you kept goes on from the earlier delta, and the new delta takes its place: records
+    of the earlier requests are unlearned, too, from the files that they were in.
     """
 
     NAME: ClassVar[str] = "unlearn"
@@ -184,6 +231,11 @@ class Unlearn(Command):
         "The reference model's probabilities: written in round 1, read in later rounds. For npo, dpo, undial and "
         "--retain-loss kl. Of several copies, a directory with a file for each.",
         metavar="FILE",
+        panel=Records.PANEL,
+    )
+    alone: bool = option(
+        False,
+        "Leave out earlier requests on the same copy: the new delta does not take the place of the earlier one.",
         panel=Records.PANEL,
     )
     show: int = option(0, "Print answers to the first N questions to forget, before and after.", metavar="N", least=0)
@@ -221,11 +273,74 @@ class Unlearn(Command):
                 "--training-noise: is for a training of all weights", "leave out one of it and --lora-rank"
             )
         tasks = self._tasks(copies)
+        earlier: list[Source] = []
+        if until and not self.alone:
+            tasks, data, earlier = self._with_earlier(tasks, data, observer)
         check_options(options)
         check_logging(self.logging, options.privacy)
         if options.privacy.dp_epsilon is not None:
             check_opacus()
-        return UnlearnPlan(command=self, tasks=tasks, data=data, options=options, until=until)
+        return UnlearnPlan(command=self, tasks=tasks, data=data, options=options, until=until, earlier=earlier)
+
+    def _with_earlier(
+        self, tasks: list[UnlearningTask], data: Dataset, observer: Observer
+    ) -> tuple[list[UnlearningTask], Dataset, list[Source]]:
+        """The tasks and records of all requests on the same copies so far, and where those of earlier ones are from.
+
+        Raises UsageError if the copies of a round have not had the same requests.
+        """
+        from mpu_cli.training.requests import (
+            Continuation,
+            default_requests_path,
+            latest_on,
+            read_requests,
+            records_so_far,
+        )
+
+        manifests = {task.copy: read_copy_manifest(Path(task.copy)) for task in tasks if Path(task.copy).is_dir()}
+        copy_ids = {copy: manifest.copy_id for copy, manifest in manifests.items() if manifest}
+        latest = latest_on(read_requests(default_requests_path()), copy_ids)
+        added: list[Record] = []
+        sources: list[Source] = []
+        gone: list[str] = []
+        for request in latest.values():
+            records, of_request, missing = records_so_far(request, [*data.forget, *added], observer)
+            added += records
+            sources += of_request
+            gone += [name for name in missing if name not in gone]
+        if not added and not gone:
+            return tasks, data, []  # the same request again
+        if len(latest) < len(tasks):
+            raise UsageError(
+                "not all of these copies have had the earlier request",
+                "name the copies that it was for, or use --alone",
+            )
+        for name in gone:
+            observer.warn(
+                f"{name}: gone, so these records of an earlier request are neither trained on nor looked at again; the "
+                "change that forgot them is kept"
+            )
+        if self.out is None:  # the earlier deltas stay
+            number = 1 + max(len(request.sources) for request in latest.values())
+            tasks = [
+                replace(task, target=task.target.parent / f"request_{number}" / task.target.name) for task in tasks
+            ]
+        if self.unlearning.lora.lora_rank is None:
+            continued = []
+            for task in tasks:
+                request = latest[task.copy]
+                if not Path(request.delta).exists():
+                    observer.note(f"{request.delta}: gone, so the training starts over from {task.copy}")
+                    continued = tasks
+                    break
+                start = Continuation(request.weights, Path(request.delta), request.scale)
+                continued.append(replace(task, start=start))
+            tasks = continued
+        observer.note(
+            f"{counted(len(added), 'record')} of earlier requests on the same copy are unlearned, too, and the new "
+            "delta takes the place of the earlier one; not with --alone"
+        )
+        return tasks, replace(data, forget=[*data.forget, *added]), sources
 
     def run(self, observer: Observer = SILENT) -> list[Unlearned]:
         """The deltas of all copies; warnings go to ``observer``."""

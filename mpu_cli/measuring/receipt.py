@@ -31,18 +31,20 @@ from mpu_cli.files.reader import fingerprint
 from mpu_cli.measuring.verdict import WIDEST, SetScore, Share, Verdict
 from mpu_cli.protocol.keys import Keys
 from mpu_cli.records.forms import Record, digest_of_record
+from mpu_cli.records.knowledge import Tail
 from mpu_cli.training.job import surroundings_of
 
 if TYPE_CHECKING:
     from mpu_cli.model.source import Model
 
 
-FORMAT, VERSION = "mpu-receipt", 5
+FORMAT, VERSION = "mpu-receipt", 6
 PARTIES = ("client", "server")
 LARGEST_POWER = 32  # of two, that the number of records may be
 WIDEST_PERCENT = round(100 * WIDEST)
-# What a receipt tells about the records: as much as three percents, each of which may be missing, and a power of two.
-MOST_BITS = 3 * math.log2(2 * WIDEST_PERCENT + 2) + math.log2(LARGEST_POWER)
+# What a receipt tells about the records: as much as three percents, each of which may be missing, a yes or no that may
+# be, and a power of two.
+MOST_BITS = 3 * math.log2(2 * WIDEST_PERCENT + 2) + math.log2(3) + math.log2(LARGEST_POWER)
 # Ed25519 public keys under which one signature holds for every message: points of small order, and other encodings of
 # them. The last bit is the sign of x and does not count. Chalkias et al., "Taming the many EdDSAs" (2020), table 1.
 SMALL_ORDER = (
@@ -96,10 +98,11 @@ class Receipt(Document, forbid_unknown_fields=True):
 
     ``before``: the copy that was trained on, if it was measured; ``public``: the model whose probabilities say what a
     stranger knows, if there was one. ``sets``: of which records the copy was asked, besides general ones, which decide
-    nothing. ``records_at_most``: the number of records to forget, up to a power of two.
-    ``left``, the end of its interval ``left_high``, and ``kept`` are in percent, as are ``max_left`` and ``min_kept``,
-    the limits of the verdict. ``records``: the commitment to the records to forget, to keep and unseen, under a key
-    derived with ``nonce``. ``checked`` is there if the server signed.
+    nothing. ``records_at_most``: the number of records to forget, up to a power of two. ``left``, the end of its
+    interval ``left_high``, and ``kept`` are in percent, as are ``max_left`` and ``min_kept``, the limits of the
+    verdict. ``stands_out``: whether more records are known better than chance and the limit allow, None if nothing said
+    what a stranger knows. ``records``: the commitment to the records to forget, to keep and unseen, under a key derived
+    with ``nonce``. ``checked`` is there if the server signed.
     """
 
     format: Word
@@ -114,6 +117,7 @@ class Receipt(Document, forbid_unknown_fields=True):
     left: Percent | None
     left_high: Percent | None
     kept: Percent | None
+    stands_out: bool | None
     max_left: Limit
     min_kept: Limit
     verdict: Text
@@ -162,6 +166,7 @@ def new_receipt(
         left=_percent(left.estimate) if left else None,
         left_high=_percent(left.high) if left else None,
         kept=_percent(kept.estimate) if kept else None,
+        stands_out=verdict.stands_out if verdict.tail else None,
         max_left=max_left,
         min_kept=min_kept,
         verdict=verdict.sentence,
@@ -212,6 +217,7 @@ def _verdict_of(receipt: Receipt) -> Verdict:
         left=left, kept=kept, kept_trained=None, max_left=receipt.max_left / 100, min_kept=receipt.min_kept / 100,
         scores=dict.fromkeys(measured, UNKNOWN), same_surroundings=same_surroundings(receipt),
         has_stranger="unseen" in receipt.sets or receipt.public is not None,
+        tail=None if receipt.stands_out is None else Tail(1, int(receipt.stands_out), 0, 0, 0),
     )  # fmt: skip
 
 
@@ -229,6 +235,8 @@ def contradiction_in(receipt: Receipt) -> str | None:
         return "it compares with a copy of a later round"
     if not _is_a_day(receipt.date) or (receipt.checked and not _is_a_day(receipt.checked.date)):
         return "its date is no day"
+    if (receipt.stands_out is None) == ("unseen" in receipt.sets or receipt.public is not None):
+        return "it has no word on records that stand out, or nothing that says what a stranger knows"
     if (receipt.left is None) != (receipt.left_high is None):
         return "it has one of left and left_high"
     if receipt.left is not None and receipt.left_high is not None and receipt.left_high < receipt.left:

@@ -1,7 +1,8 @@
 """Whether a model forgot records and kept others, in one verdict that the owner of the records can act on.
 
 What is left and what is kept are shares of what was known before (``mpu_cli.records.knowledge``), with a bootstrap
-interval over records. Only what the verdict needs is kept, rounded: the numbers of a receipt would otherwise be an
+interval over records. A mean alone would pass a few records that are known as before, so no more may stand out than of
+records that nobody saw. Only what the verdict needs is kept, rounded: the numbers of a receipt would otherwise be an
 oracle for guessed records.
 """
 
@@ -12,7 +13,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from mpu_cli.records.knowledge import share_kept, share_left
+import numpy as np
+
+from mpu_cli.records.knowledge import Probabilities, Tail, records_above, share_kept, share_left, tail_of
 
 CONFIDENCE = 0.95  # of the intervals
 RESAMPLES = 2000
@@ -26,10 +29,12 @@ INTERVAL_FACTOR = 2.0
 @dataclass(frozen=True)
 class RecordScores:
     """Of a set of records under one model: the probability of each answer (geometric mean over its tokens), and whether
-    each of its tokens is the model's likeliest, so that greedy decoding gives it word for word."""
+    each of its tokens is the model's likeliest, so that greedy decoding gives it word for word. Records with one number
+    in ``clusters`` are drawn together, such as turns of a dialogue; None if each is one of its own."""
 
     probabilities: Sequence[float]
     verbatim: Sequence[bool]
+    clusters: Sequence[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Verdict:
     asked for; ``scores`` are of the sets, by name, for people. Shares are rounded against the model: up what is left,
     down what is kept. Nothing is decided unless the model reads records as the one before did
     (``same_surroundings``). ``has_stranger``: whether unseen records or a public model say what a model guesses that
-    never saw the records.
+    never saw the records. ``tail``: how many records stand out, None if nothing says what a stranger knows.
     """
 
     left: Share | None
@@ -75,19 +80,29 @@ class Verdict:
     same_surroundings: bool = True
     kept_general: Share | None = None
     has_stranger: bool = True
+    tail: Tail | None = None
+
+    @property
+    def stands_out(self) -> bool:
+        """Whether more records stand out than chance and the limit allow."""
+        return self.tail is not None and not self.tail.is_allowed
 
     @property
     def is_forgotten(self) -> bool | None:
-        """Whether at most ``max_left`` is left, with an interval that ends below twice that; None if nothing says, or
-        if more is left and may be what a model guesses that never saw the records (not ``has_stranger``)."""
+        """Whether at most ``max_left`` is left, with an interval that ends below twice that, and too few records to
+        count stand out; None if nothing says, or if more is left and may be what a model guesses that never saw the
+        records (not ``has_stranger``)."""
         if self.left is None or (not self.has_stranger and self.left.estimate > self.max_left):
             return None
-        return self.left.estimate <= self.max_left and self.left.high <= INTERVAL_FACTOR * self.max_left
+        little_left = self.left.estimate <= self.max_left and self.left.high <= INTERVAL_FACTOR * self.max_left
+        return little_left and not self.stands_out
 
     @property
     def is_unsure(self) -> bool:
         """Whether the share left would do, but too few records say so."""
-        return self.left is not None and self.left.estimate <= self.max_left < self.left.high / INTERVAL_FACTOR
+        if self.left is None or self.stands_out:
+            return False
+        return self.left.estimate <= self.max_left < self.left.high / INTERVAL_FACTOR
 
     @property
     def is_too_far(self) -> bool:
@@ -108,7 +123,7 @@ class Verdict:
         """The verdict, for people."""
         forgetting = {
             True: "forgotten",
-            False: "too few records to say" if self.is_unsure else "not forgotten",
+            False: "too few records to say" if self.is_unsure else self._not_forgotten,
             None: f"forgetting is undecided ({self._lacking_of_left})",
         }[self.is_forgotten]
         if self.is_too_far:
@@ -125,6 +140,11 @@ class Verdict:
         if None in decisions and False not in decisions:
             verdict = "undecided"
         return f"{verdict}: {forgetting}, {keeping}"
+
+    @property
+    def _not_forgotten(self) -> str:
+        little_left = self.left is not None and self.left.estimate <= self.max_left
+        return "some records are not forgotten" if little_left and self.stands_out else "not forgotten"
 
     @property
     def _lacking_of_left(self) -> str:
@@ -171,7 +191,9 @@ class Verdict:
             return None
         if self.is_too_far:
             return SHORTER_STEP_FACTOR
-        if self.is_forgotten is not False or self.is_unsure or self.kept is None or not self.left.estimate < 1:
+        if self.is_forgotten is not False or self.is_unsure or self.kept is None:
+            return None
+        if not self.max_left < self.left.estimate < 1:  # what stands out says nothing of the step
             return None
         # The step for which left^(step²) is max_left, in tenths.
         step = math.ceil(10 * math.sqrt(math.log(self.max_left) / math.log(self.left.estimate))) / 10
@@ -204,42 +226,54 @@ def judge(
     return Verdict(
         left=left, kept=kept, kept_trained=trained, max_left=max_left, min_kept=min_kept, scores=scores,
         same_surroundings=same_surroundings, kept_general=general,
-        has_stranger="unseen" in after or public is not None,
+        has_stranger="unseen" in after or public is not None, tail=_tail(after, public, max_left),
     )  # fmt: skip
+
+
+def records_that_stand_out(after: dict[str, RecordScores], public: dict[str, RecordScores] | None) -> list[int]:
+    """The numbers of the records to forget that a stranger hardly knows so well; none if nothing says what one knows.
+    For the client alone."""
+    return records_above(_probabilities(after), _probabilities(public) if public else None) or []
+
+
+def _tail(after: dict[str, RecordScores], public: dict[str, RecordScores] | None, max_left: float) -> Tail | None:
+    strangers = after.get("unseen") or (public["forget"] if public else None)
+    if strangers is None:
+        return None
+    baseline = _probabilities(public) if public else None
+    return tail_of(
+        _probabilities(after), baseline, max_left, verbatim=sum(after["forget"].verbatim),
+        verbatim_unseen=sum(strangers.verbatim),
+    )  # fmt: skip
+
+
+def _probabilities(scores: dict[str, RecordScores]) -> Probabilities:
+    unseen = scores.get("unseen")
+    return Probabilities.of(scores["forget"].probabilities, unseen.probabilities if unseen else None)
 
 
 def _left(
     after: dict[str, RecordScores], before: dict[str, RecordScores], public: dict[str, RecordScores] | None
 ) -> Share | None:
-    # By the parameters of share_left: the scores of records to forget, and of unseen ones.
-    of_forget = {"after": after["forget"], "before": before["forget"]}
-    of_unseen = {"unseen_after": after["unseen"], "unseen_before": before["unseen"]} if "unseen" in after else {}
-    if public:
-        of_forget["public"] = public["forget"]
-        if of_unseen:
-            of_unseen["public_unseen"] = public["unseen"]
+    now, then = _probabilities(after), _probabilities(before)
+    baseline = _probabilities(public) if public else None
 
-    def left(forget: Sequence[int], strangers: Sequence[int]) -> float:
-        drawn = {name: [scores.probabilities[i] for i in forget] for name, scores in of_forget.items()}
-        drawn |= {name: [scores.probabilities[i] for i in strangers] for name, scores in of_unseen.items()}
-        return share_left(**drawn)
+    def left(forget: np.ndarray, unseen: np.ndarray) -> float:
+        drawn_baseline = baseline.drawn(forget, unseen) if baseline else None
+        return share_left(now.drawn(forget, unseen), then.drawn(forget, unseen), drawn_baseline)
 
-    records = len(after["forget"].probabilities)
-    strangers = len(after["unseen"].probabilities) if of_unseen else 0
-    share = left(range(records), range(strangers))
-    return _interval(left, share, records, strangers, _rounded_up) if share < float("inf") else None
+    return _interval(left, [after["forget"], after.get("unseen")], _rounded_up)
 
 
 def _kept(after: dict[str, RecordScores], before: dict[str, RecordScores], name: str) -> Share | None:
     if name not in after or name not in before:
         return None
-    now, then = after[name].probabilities, before[name].probabilities
+    now, then = np.asarray(after[name].probabilities), np.asarray(before[name].probabilities)
 
-    def kept(records: Sequence[int], _: Sequence[int]) -> float:
-        return share_kept([now[number] for number in records], [then[number] for number in records])
+    def kept(records: np.ndarray, _: np.ndarray) -> float:
+        return share_kept(now[records], then[records])
 
-    share = kept(range(len(now)), ())
-    return _interval(kept, share, len(now), 0, _rounded_down) if share < float("inf") else None
+    return _interval(kept, [after[name], None], _rounded_down)
 
 
 def _cut(share: float) -> float:
@@ -256,29 +290,42 @@ def _rounded_down(share: float) -> float:
 
 
 def _interval(
-    statistic: Callable[[Sequence[int], Sequence[int]], float],
-    estimate: float,
-    records: int,
-    strangers: int,
+    statistic: Callable[[np.ndarray, np.ndarray], float],
+    sets: Sequence[RecordScores | None],
     round_share: Callable[[float], float],
-) -> Share:
-    """A percentile bootstrap over records and, independently, over unseen ones; the same each time."""
-    import numpy as np
-    from scipy.stats import bootstrap
-
-    if records < 2:
+) -> Share | None:
+    """A percentile bootstrap over the clusters of a set's records and, independently, of another's; the same each time.
+    None if the statistic is infinite."""
+    clusters = [_clusters_of(scores) for scores in sets]
+    estimate = statistic(*(np.sort(np.concatenate(each)) for each in clusters))
+    if math.isinf(estimate):
+        return None
+    if len(clusters[0]) < 2:
         return Share(round_share(_cut(estimate)), -WIDEST, WIDEST)
-    samples = [np.arange(records)]
-    if strangers > 1:  # scipy resamples two or more; fewer are taken as they are
-        samples.append(np.arange(strangers))
-    all_strangers = range(strangers)
-    interval = bootstrap(
-        samples, lambda drawn, drawn_strangers=all_strangers: _cut(statistic(drawn, drawn_strangers)),
-        vectorized=False, n_resamples=RESAMPLES, confidence_level=CONFIDENCE, method="percentile",
-        rng=np.random.default_rng(0),
-    ).confidence_interval  # fmt: skip
-    low, high = round_share(float(interval.low)), round_share(float(interval.high))
+    generator = np.random.default_rng(0)
+    resampled = []
+    for _ in range(RESAMPLES):
+        drawn = []
+        for groups in clusters:
+            chosen = generator.integers(len(groups), size=len(groups))
+            # Records that are clusters of their own, a column, are drawn at once.
+            in_one = isinstance(groups, np.ndarray)
+            drawn.append(groups[chosen, 0] if in_one else np.concatenate([groups[number] for number in chosen]))
+        resampled.append(_cut(statistic(*drawn)))
+    ends = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    low, high = (round_share(float(end)) for end in ends)
     return Share(round_share(_cut(estimate)), low, high)
+
+
+def _clusters_of(scores: RecordScores | None) -> list[np.ndarray] | np.ndarray:
+    """The numbers of a set's records, an array for each cluster; one that is empty without a set."""
+    if scores is None:
+        return [np.arange(0)]
+    numbers = np.arange(len(scores.probabilities))
+    if scores.clusters is None:
+        return numbers[:, None]
+    clusters = np.asarray(scores.clusters)
+    return [numbers[clusters == cluster] for cluster in np.unique(clusters)]
 
 
 def _set_score(scores: RecordScores) -> SetScore:

@@ -1,67 +1,165 @@
 """What a model still knows of records to forget and to keep, as shares of what it knew: from probabilities of answers.
 
-A record's probability is the geometric mean over its answer tokens. A model that never saw a record gives its answer
-some probability all the same, so what is known of records is what exceeds that *reference*.
+A record's probability is the geometric mean over its answer tokens. A model that never saw a record, a *stranger*,
+gives its answer some probability all the same: that of unseen records under the same model or, record by record, that
+of a public model. What exceeds this baseline counts as known, and no record makes up for another: one that is known
+less than a stranger's counts 0, and one that is known better than before unlearning counts as before.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from statistics import fmean, pvariance
+from dataclasses import dataclass
+
+import numpy as np
 
 LEAST_KNOWN = 0.02  # in probability; a share of less cannot be distinguished from the noise of a copy
+TAIL = 0.95  # quantile of strangers above which a record stands out
+CHANCE = 0.95  # of sets that nobody saw, so many have no more records that stand out than Tail allows
 
 
-def share_left(
-    after: Sequence[float],
-    before: Sequence[float],
-    unseen_after: Sequence[float] | None = None,
-    unseen_before: Sequence[float] | None = None,
-    public: Sequence[float] | None = None,
-    public_unseen: Sequence[float] | None = None,
-) -> float:
-    """The share of what was known of records to forget that is left: (P − reference) / (P before − reference before).
+@dataclass(frozen=True)
+class Probabilities:
+    """Of each record to forget, and of each unseen one, under one model; both as arrays, ``unseen`` None without
+    any."""
 
-    ``after`` and ``before``: of the records to forget, under the model and the one before unlearning. The reference is
-    the mean probability of unseen records under the same model. Where ``public`` has the probabilities of the records
-    to forget under a model that never saw them, the reference is theirs, times what training did to unseen records
-    since (``public_unseen``: theirs under that model): records that are easier to guess have a higher one. 0 is what a
-    stranger knows; below, the model gives the answers less probability than that. Infinite if next to nothing was
-    known before (LEAST_KNOWN).
+    forget: np.ndarray
+    unseen: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, forget: Sequence[float], unseen: Sequence[float] | None = None) -> Probabilities:
+        return cls(np.asarray(forget, float), np.asarray(unseen, float) if unseen else None)
+
+    def drawn(self, forget: np.ndarray, unseen: np.ndarray) -> Probabilities:
+        """Those of the records with these numbers."""
+        return Probabilities(self.forget[forget], None if self.unseen is None else self.unseen[unseen])
+
+
+@dataclass(frozen=True)
+class Tail:
+    """How many of ``records`` to forget stand out, by a probability above the strangers' TAIL quantile, and how many
+    are given word for word; and how many of both are ``allowed``: by chance, or by the limit of what may be left."""
+
+    records: int
+    above: int
+    above_allowed: int
+    verbatim: int
+    verbatim_allowed: int
+
+    @property
+    def is_allowed(self) -> bool:
+        return self.above <= self.above_allowed and self.verbatim <= self.verbatim_allowed
+
+
+def share_left(after: Probabilities, before: Probabilities, public: Probabilities | None = None) -> float:
+    """The share of what was known of records to forget that is left.
+
+    The mean of what exceeds the baseline, less what exceeds it among strangers by their scatter, as a share of what
+    exceeded it ``before`` in the mean. Records that stand out and all others are two sums, of which neither makes up
+    for the other. Where nothing exceeds the baseline, how far the mean is below it, a negative share. Infinite if next
+    to nothing was known before (LEAST_KNOWN).
     """
-    reference_after = _reference(unseen_after, public, public_unseen)
-    reference_before = _reference(unseen_before, public, public_unseen)
-    known = fmean(before) - reference_before
-    return (fmean(after) - reference_after) / known if known >= LEAST_KNOWN else float("inf")
+    known = _signed(before, public)
+    if known < LEAST_KNOWN:
+        return math.inf
+    excess, scatter = _excess(after, public)
+    if scatter is None:
+        exceeding = float(np.maximum(excess, 0).mean())
+    else:
+        limit = _quantile(scatter)
+        among_strangers = np.maximum(scatter, 0)
+        exceeding_each = np.maximum(excess, 0)
+        exceeding = 0.0
+        for of_records, of_strangers in ((excess > limit, scatter > limit), (excess <= limit, scatter <= limit)):
+            part = (exceeding_each * of_records).mean() - (among_strangers * of_strangers).mean()
+            exceeding += max(0.0, float(part))
+    return (exceeding or min(0.0, _signed(after, public))) / known
 
 
-def error_of_share_left(
-    after: Sequence[float],
-    before: Sequence[float],
-    unseen_after: Sequence[float] | None = None,
-    unseen_before: Sequence[float] | None = None,
-    public: Sequence[float] | None = None,
-) -> float:
+def error_of_share_left(after: Probabilities, before: Probabilities, public: Probabilities | None = None) -> float:
     """The standard error of ``share_left`` over the draw of records, those that were known before taken as given."""
-    known = fmean(before) - _reference(unseen_before, public, None)
-    excess = after if public is None else [p - q for p, q in zip(after, public, strict=True)]
-    strangers = unseen_after if public is None and unseen_after else [0.0]
-    variance = pvariance(excess) / len(excess) + pvariance(strangers) / len(strangers)
-    return math.sqrt(variance) / known if known >= LEAST_KNOWN else float("inf")
+    known = _signed(before, public)
+    if known < LEAST_KNOWN:
+        return math.inf
+    excess, scatter = _excess(after, public)
+    variance = excess.var() / len(excess)
+    if scatter is not None:
+        variance += scatter.var() / len(scatter)
+    return math.sqrt(variance) / known
 
 
-def share_kept(after: Sequence[float], before: Sequence[float]) -> float:
-    """The mean probability of records to keep, as a share of that before unlearning; infinite if that was 0."""
-    earlier = fmean(before)
-    return fmean(after) / earlier if earlier > 0 else float("inf")
+def tail_of(
+    after: Probabilities, public: Probabilities | None, max_left: float, verbatim: int = 0, verbatim_unseen: int = 0
+) -> Tail | None:
+    """The records that stand out, and the ``verbatim`` ones; None without strangers.
+
+    ``verbatim_unseen``: how many strangers are given word for word. The numbers allowed are quantiles of the
+    beta-binomial distribution, which also has the chance in the strangers that happened to be drawn.
+    """
+    from scipy.stats import betabinom
+
+    standing_out = records_above(after, public)
+    if standing_out is None:
+        return None
+    strangers = _strangers(after, public)
+    assert strangers is not None
+    records, drawn = len(after.forget), len(strangers)
+    rank = int((strangers > _quantile(strangers)).sum()) + 1  # of the quantile, from above
+    by_limit = math.floor(max_left * records + 1e-9)
+    by_chance = betabinom.ppf(CHANCE, records, rank, drawn + 1 - rank)
+    by_chance_verbatim = betabinom.ppf(CHANCE, records, verbatim_unseen + 1, drawn - verbatim_unseen + 1)
+    return Tail(
+        records, len(standing_out), max(by_limit, int(by_chance)), verbatim, max(by_limit, int(by_chance_verbatim))
+    )
 
 
-def _reference(
-    unseen: Sequence[float] | None, public: Sequence[float] | None, public_unseen: Sequence[float] | None
-) -> float:
+def records_above(after: Probabilities, public: Probabilities | None) -> list[int] | None:
+    """The numbers of the records to forget that stand out; None without strangers."""
+    strangers = _strangers(after, public)
+    if strangers is None:
+        return None
+    excess, _ = _excess(after, public)
+    return np.flatnonzero(excess > max(0.0, _quantile(strangers))).tolist()
+
+
+def share_kept(after: Sequence[float] | np.ndarray, before: Sequence[float] | np.ndarray) -> float:
+    """The mean probability of records to keep, each at most what it was before unlearning, as a share of that; infinite
+    if that was 0."""
+    earlier = np.asarray(before, float)
+    total = float(earlier.sum())
+    return float(np.minimum(np.asarray(after, float), earlier).sum()) / total if total > 0 else math.inf
+
+
+def _excess(model: Probabilities, public: Probabilities | None) -> tuple[np.ndarray, np.ndarray | None]:
+    """By how much each record to forget exceeds its baseline, and each unseen one; None without unseen ones.
+
+    A public model's probabilities are scaled by what training did to those of unseen records since.
+    """
     if public is None:
-        return fmean(unseen) if unseen else 0.0
-    if not unseen or not public_unseen:
-        return fmean(public)
-    return fmean(public) * (fmean(unseen) / fmean(public_unseen))
+        if model.unseen is None:
+            return model.forget, None
+        baseline = model.unseen.mean()
+        return model.forget - baseline, model.unseen - baseline
+    if model.unseen is None or public.unseen is None:
+        return model.forget - public.forget, None
+    scale = model.unseen.mean() / public.unseen.mean()
+    return model.forget - scale * public.forget, model.unseen - scale * public.unseen
+
+
+def _strangers(model: Probabilities, public: Probabilities | None) -> np.ndarray | None:
+    """How far strangers scatter around the baseline: unseen records or, without any, the same ones under the public
+    model, around their mean."""
+    _, scatter = _excess(model, public)
+    if scatter is None and public is not None:
+        scatter = public.forget - public.forget.mean()
+    return scatter
+
+
+def _signed(model: Probabilities, public: Probabilities | None) -> float:
+    """The mean excess, in which records make up for each other."""
+    return float(_excess(model, public)[0].mean())
+
+
+def _quantile(strangers: np.ndarray) -> float:
+    return float(np.quantile(strangers, TAIL, method="higher"))

@@ -205,9 +205,13 @@ class Checkpoints:
         """What a log calls the training: the name of its delta."""
         return self.folder.name.removesuffix(".resume")
 
+    def of_step(self, step: int) -> Path:
+        """Where the checkpoint of ``step`` is."""
+        return self.folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
     def seal(self, step: int) -> None:
         """Seal the checkpoint of ``step``, which is complete, or is not there because there was no room for it."""
-        checkpoint = self.folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+        checkpoint = self.of_step(step)
         if not checkpoint.is_dir():
             return
         write_atomically(checkpoint / SEAL, json.dumps({"hmac-sha256": self._mac(checkpoint)}) + "\n")
@@ -238,8 +242,9 @@ class Checkpoints:
 
 
 class Saving(TrainerCallback):
-    """Has the Trainer write a checkpoint once a minute, or every ``steps`` steps; none after the last, which the result
-    follows. Large ones, which take long to write, are written less often. Each is sealed once it is complete."""
+    """Has the Trainer write a checkpoint once a minute, or every ``steps`` steps; none after the last, however it is
+    the last, which the result follows. Large ones, which take long to write, are written less often. Each is sealed
+    once it is complete."""
 
     def __init__(self, steps: int | None, checkpoints: Checkpoints):
         self._steps, self._checkpoints = steps, checkpoints
@@ -247,7 +252,7 @@ class Saving(TrainerCallback):
         self._took = 0.0  # seconds that it took
 
     def on_step_end(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **__: Any) -> None:
-        if state.global_step >= state.max_steps:
+        if state.global_step >= state.max_steps or control.should_training_stop:
             return
         control.should_save = from_first(lambda: self._is_due(state.global_step))  # processes write together
         self._began = time.monotonic()

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.boundary import LARGEST_TOKENIZER, read_bounded
 from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
-from mpu_cli.files.reader import fingerprint
+from mpu_cli.files.reader import fingerprint, open_checkpoint
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import MAX_SHARD, TensorSpecs, nbytes_of
 from mpu_cli.model.device import device_of, processes_of, tell_accelerate
@@ -38,6 +38,7 @@ from mpu_cli.training.losses import Objective, algorithm_named, objective_of
 from mpu_cli.training.optimizers import OPTIMIZERS
 from mpu_cli.training.private import Plan, check_objective, check_opacus, plan
 from mpu_cli.training.rates import with_epochs, with_precision
+from mpu_cli.training.requests import Continuation
 from mpu_cli.training.stopping import Until
 
 # What can be said of options, records and a copy before anything is trained.
@@ -274,7 +275,8 @@ def digest_of_training(job: TrainingJob, loaded: LoadedCopy) -> str:
         course = job.until.course
         stopping = [job.until.facts(), asdict(course) if course else None]
     weights = [loaded.fingerprint, job.copy.checkpoint.metadata]
-    return _digest([decided, *weights, records_digest(job.data), surroundings_of(job.copy), stopping])
+    start = fingerprint(open_checkpoint(job.start.delta)) if job.start else None
+    return _digest([decided, *weights, records_digest(job.data), surroundings_of(job.copy), stopping, start])
 
 
 @dataclass(frozen=True)
@@ -283,7 +285,8 @@ class TrainingJob:
 
     ``options`` have the seed of the copy's round; ``target``: the delta to write; ``read_reference``: whether the
     reference file exists and is read; ``secret``: gives the client's; ``until``: when to stop, None for a number of
-    epochs; ``is_alone``: whether this is the only process: of several, none has the whole model.
+    epochs; ``start``: the earlier change that the training goes on from; ``is_alone``: whether this is the only
+    process: of several, none has the whole model.
     """
 
     copy: Model
@@ -299,6 +302,7 @@ class TrainingJob:
     ledger: Path | None
     checks: Checks | None
     until: Until | None
+    start: Continuation | None
     observer: Observer
     is_main_process: bool
     is_alone: bool
@@ -328,7 +332,7 @@ class LoadedCopy:
 def prepare_job(
     copy: Model, data: Dataset, options: Unlearning, *, target: Path, logging: Logging, reference_file: Path | None,
     secret: Callable[[], bytes] | None, ledger: Path | None, checks: Checks | None, until: Until | None,
-    observer: Observer,
+    start: Continuation | None, observer: Observer,
 ) -> TrainingJob:  # fmt: skip
     """Check what can be checked before the model is loaded. Raises MpuError for processes that cannot reach each other,
     UsageError for DP-SGD on several."""
@@ -364,7 +368,7 @@ def prepare_job(
     return TrainingJob(
         copy=copy, manifest=manifest, data=data, options=options, objective=objective, target=target, logging=logging,
         reference_file=reference_file, read_reference=read_reference, secret=secret, ledger=ledger, checks=checks,
-        until=until, observer=observer, is_main_process=processes.is_main_process,
+        until=until, start=start, observer=observer, is_main_process=processes.is_main_process,
         is_alone=processes.num_processes == 1,
     )  # fmt: skip
 
@@ -394,7 +398,13 @@ def load_copy(job: TrainingJob, transaction: Transaction) -> LoadedCopy:
                 "use --lora-rank with --lora-targets that leave the experts out",
             )
         private = plan_privately(job.data, options, job.objective)
-    weights = fingerprint(copy.checkpoint) if job.is_main_process and (job.ledger or job.logging.resume) else ""
+    is_noted = job.ledger or job.logging.resume or job.start
+    weights = fingerprint(copy.checkpoint) if job.is_main_process and is_noted else ""
+    if job.start and job.start.weights != weights:
+        raise MpuError(
+            f"{copy.source}: has the name of a copy that you trained on before, and other weights",
+            "nothing was trained; ask its owner, or use --alone",
+        )
     return LoadedCopy(model, tokenizer, change, specs=specs, output=output, fingerprint=weights, private=private)
 
 

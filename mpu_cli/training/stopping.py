@@ -2,29 +2,38 @@
 
 Every few steps the model is scored on records to forget, on retain records that were left out of the training, and on
 records that it never saw. Nothing is generated: the score of a record is the geometric mean of its answer tokens'
-probabilities. On a copy with permanent noise the scores are those of the copy. The server's model, to which the change
-is applied, keeps more and forgets less, so the level of the ``hinge`` loss is lower there (``level_at``). On a copy
-without, the training may have noise of its own (``training_noise``); the scores are of what it changed, without it.
+probabilities.
+
+A copy without permanent noise answers as the server's model: its scores decide when to stop, and how much of the change
+is returned. On one with, the change is fitted to the noise under which it was found, and forgets less on the server's
+model than on the copy, however the copy is scored. So the level of the ``hinge`` loss is lower there (``level_at``),
+and the training ends a multiple of the steps after which the copy has forgotten. Where noise hardly changes answers,
+what the change does under further noise is what it does to the server's model, and only as much is returned as it
+takes.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mpu_cli.model.network import Answers
 from mpu_cli.observer import Observer
 from mpu_cli.options.unlearning import Goal, Stopping
 from mpu_cli.records.encode import Example
 from mpu_cli.records.forms import digest_of_record
-from mpu_cli.records.knowledge import error_of_share_left, share_kept, share_left
+from mpu_cli.records.knowledge import Probabilities, error_of_share_left, share_kept, share_left, tail_of
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.ledger import Course
 
@@ -63,17 +72,16 @@ FAITHFUL_NOISE = 0.01  # permanent noise, as a share of the weights, up to which
 HALVINGS = 3  # of the upper half of the change, in which the share that suffices is sought
 LARGEST_SCALE = 1.5  # of a change that was found with noise, which forgets less without it
 
-# What permanent noise costs a copy shows what becomes of a change without it. The client cannot take the noise off, but
-# it can put as much on again and see by how many nats, on average, that makes the answers to forget less probable.
-# Where that is next to nothing (0.003 on a model of 5 M), 0.85 of the fall of their log-probability came over to the
-# server's model, and the change is returned in part; where it is much (SmolLM2 with noise of 8 %), 0.2 to 0.4 of it
-# did, and 1.1 times the change passes in seven of eight runs, more than of any other multiple (docs/algorithms.md).
-QUIET, LOUD = 0.005, 0.05  # nats
-LOUD_SCALE = 1.1
-QUIET_SHARE = 0.2  # of what may be left, as much as a quiet copy may have: the server's model has about twice that
+# Nats per answer token, on average, that noise of the copy's size, once more, takes off the log-probability of the
+# records to forget, up to which the copy's answers are the model's: a hundredth of their probability.
+UNFELT_NOISE = 0.01
+# Times the steps after which a copy with permanent noise has forgotten. On the server's model the records go on being
+# forgotten, and what was lost of the others comes back: on SmolLM2 until about three times (docs/algorithms.md).
+TRAINED_ON = 3
+BEST_WEIGHTS, LOOKS = "mpu-best.safetensors", "mpu-looks.json"  # in a checkpoint
 EVERY = 10  # steps between looks, each of which takes as long as one to three steps
 MIN_KEPT_RISE = 0.01  # of what is kept, in PLATEAU_LOOKS looks, below which it is said not to rise any more
-PLATEAU_LOOKS = {True: 5, False: 2}  # by whether the scores are the server's model's, which may still reach the goal
+PLATEAU_LOOKS = 5
 # Of what `check` lets be left, and of twice that for the end of the interval, which more would endanger.
 TARGET_SHARE = 0.8
 LEVEL_MARGIN = 1.0  # nats above the level, on average over records, from which the loss hardly pulls any more
@@ -110,18 +118,19 @@ class Until:
 class Look:
     """Scores at a step. ``left`` and ``kept`` are shares of what the copy knew, ``kept`` None without held-out records;
     ``left_high``: two standard errors above ``left``; ``above``: by how much records exceed the level, in nats, on
-    average."""
+    average; ``stands_out``: whether more records are known than chance and the limit allow."""
 
     step: int
     left: float
     left_high: float
     kept: float | None
     above: float
+    stands_out: bool = False
 
     def __str__(self) -> str:
         left = "it knew too little to say what is left"
         if math.isfinite(self.left):
-            left = f"{max(0.0, self.left):.0%} left"
+            left = f"{max(0.0, self.left):.0%} left{', some records known' if self.stands_out else ''}"
         return left if self.kept is None else f"{left}, {self.kept:.0%} kept"
 
 
@@ -155,7 +164,8 @@ def pulling_level(level: float, loss: float) -> float:
 class Scorer:
     """Scores a model on records to forget, held-out and unseen ones, relative to what it knew ``before``.
 
-    ``public``: the probabilities of the records to forget under a model that never saw them, record by record.
+    ``public``: the probabilities of the records to forget under a model that never saw them, record by record;
+    ``max_left``: the share that may be left.
     """
 
     def __init__(
@@ -164,11 +174,13 @@ class Scorer:
         sets: Mapping[str, Sequence[Example]],
         at_once: int,
         public: Sequence[float] | None,
+        max_left: float,
     ):
         names = [name for name in ("forget", "held_out", "unseen") if name in sets]
         chosen = {name: _spread(len(sets[name])) for name in names}
         self._answers = {name: Answers([sets[name][number] for number in chosen[name]], at_once) for name in names}
-        self._public = None if public is None else [public[number] for number in chosen["forget"]]
+        self._public = None if public is None else Probabilities.of([public[number] for number in chosen["forget"]])
+        self._max_left = max_left
         self.before = self._probabilities(model)
         self.level = math.nan  # set once the level is settled
 
@@ -180,21 +192,18 @@ class Scorer:
         part comes over to the server's model, so they have to fall so many times as far there.
         """
         level = UNKNOWN_LEVEL
-        unknown = self._public or self.before.get("unseen")
-        if unknown:
+        unknown = self._public.forget if self._public else self.before.get("unseen")
+        if unknown is not None:
             level = max(level, math.log(max(fmean(unknown), 1e-9)))
         level *= 1 + NOISE_MARGIN * noise
         level = round(min(max(level, LOWEST_LEVEL), HIGHEST_LEVEL), 1)  # in tenths
         known = fmean(math.log(max(p, 1e-30)) for p in self.before["forget"])
         return pulling_level(level, -known)
 
-    def cost_of_noise(self, model: PreTrainedModel, share: float, seed: int) -> float:
-        """By how many nats a token noise of ``share``, as a copy has, makes the answers to forget less probable; QUIET
-        where the copy's own weights are not trained."""
+    def cost_of_noise(self, model: PreTrainedModel, noise: TrainingNoise) -> float:
+        """By how many nats a token ``noise`` makes the answers to forget less probable, on average."""
         before = _copy_weights(model, torch.device("cpu"))
-        if any("lora_" in name for name in before):  # factors are not weights of the copy
-            return QUIET
-        _set_weights(model, before, TrainingNoise(before, seed, share).start)
+        _set_weights(model, before, noise.start)
         noisy = self._probabilities(model)["forget"]
         _set_weights(model, before, before.__getitem__)
         falls = []
@@ -205,10 +214,12 @@ class Scorer:
     def look(self, model: PreTrainedModel, step: int) -> Look:
         now = self._probabilities(model)
         kept = share_kept(now["held_out"], self.before["held_out"]) if "held_out" in now else None
-        columns = now["forget"], self.before["forget"], now.get("unseen"), self.before.get("unseen"), self._public
-        left, error = share_left(*columns), error_of_share_left(*columns)
+        after = Probabilities.of(now["forget"], now.get("unseen"))
+        before = Probabilities.of(self.before["forget"], self.before.get("unseen"))
+        left, error = share_left(after, before, self._public), error_of_share_left(after, before, self._public)
+        tail = tail_of(after, self._public, self._max_left)
         above = fmean(max(0.0, math.log(max(p, 1e-30)) - self.level) for p in now["forget"])
-        return Look(step, left, left + 2 * error, kept, above)
+        return Look(step, left, left + 2 * error, kept, above, tail is not None and not tail.is_allowed)
 
     def _probabilities(self, model: PreTrainedModel) -> dict[str, list[float]]:
         training = model.training
@@ -227,10 +238,11 @@ def _spread(count: int) -> list[int]:
 class Watching(TrainerCallback):
     """Looks at the model every few steps, ends the training once the goal is reached, and keeps the best weights.
 
-    A training that follows the course of another copy is looked at once, at its end. ``noise``: of the copy, permanent;
-    where there is next to none, the copy ``is_faithful``: its scores are those of the server's model, and the weights
-    may get noise of the training's own from ``seed``, which is taken off them for each look. ``level``: None for what
-    the scores and the noise call for.
+    A training that follows the course of another copy is looked at once, at its end. ``noise``: of the copy, permanent,
+    as a share of the weights. Where there is next to none, the copy ``is_faithful``: its scores are those of the
+    server's model, and the weights may get noise of the training's own from ``seed``, which is taken off them for each
+    look. Where noise is not felt, the look is at the weights with as much again. ``level``: None for what the scores
+    and the noise call for. Checkpoints hold what this has kept (``on_save``, ``resume``).
     """
 
     def __init__(
@@ -246,15 +258,17 @@ class Watching(TrainerCallback):
     ):
         self._scorer, self._goal, self._course, self._observer = scorer, until.goal, until.course, observer
         self.is_faithful = noise <= FAITHFUL_NOISE
-        cost = 0.0 if self.is_faithful else scorer.cost_of_noise(model, noise, seed)
-        self._is_quiet = not self.is_faithful and cost < QUIET
-        self._is_loud = not self.is_faithful and cost >= LOUD
         self.looks: list[Look] = []
         self._place = _place_for_copies(model)
-        # Without the first weights, no other share of the change can be returned than all of it. Kept here, and not
-        # when the training begins: one that resumes begins with the weights of a checkpoint.
-        is_scaled = self.is_faithful or self._is_quiet or self._is_loud or (until.course and until.course.scale != 1)
-        self._initial = _copy_weights(model, self._place) if is_scaled else {}
+        # Kept here, and not when the training begins: one that resumes begins with the weights of a checkpoint.
+        self._initial = _copy_weights(model, self._place)
+        self._further = TrainingNoise(self._initial, seed + 1, 0.0)  # what the change has to work under, at a look
+        is_lora = any("lora_" in name for name in self._initial)  # factors are not weights of the copy
+        if not (self.is_faithful or is_lora):
+            further = TrainingNoise(self._initial, seed + 1, noise)
+            if scorer.cost_of_noise(model, further) < UNFELT_NOISE:
+                self._further = further
+        self._is_scaled = self.is_faithful or self._further.share > 0  # back to what suffices
         training_noise = until.stopping.training_noise  # a share of the weights
         self._noise = TrainingNoise(self._initial, seed, training_noise if self.is_faithful else 0.0)
         self._best: tuple[Look, float, dict[str, torch.Tensor]] | None = None  # with the share of the change
@@ -275,10 +289,11 @@ class Watching(TrainerCallback):
         if self._course or not (last or state.global_step % EVERY == 0):
             return
         model = values["model"]
-        noisy = _copy_weights(model, self._place) if self._noise.share else {}
-        self._take_noise_off(model, noisy)
-        weights = _copy_weights(model, self._place)
-        look, scale = self._scorer.look(model, state.global_step), 1.0
+        trained = _copy_weights(model, self._place)
+        weights = trained
+        if self._noise.share:
+            weights = {name: self._initial[name] + (trained[name] - self._noise.start(name)) for name in trained}
+        look, scale = self._look_at_share(model, weights, 1.0, state.global_step), 1.0
         if self.is_faithful:
             look, scale = self._scaled_back(model, weights, look)
         self.looks.append(look)
@@ -287,40 +302,54 @@ class Watching(TrainerCallback):
             self._best = look, scale, weights
         if self._is_done():
             control.should_training_stop = True
-        _set_weights(model, weights, (noisy or weights).__getitem__)  # as they were before the look
+        _set_weights(model, trained, trained.__getitem__)
+
+    def on_save(self, arguments: TrainingArguments, state: TrainerState, _: TrainerControl, **__: Any) -> None:
+        """Put the looks so far, and the best weights, into the checkpoint that was just written."""
+        folder = Path(arguments.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        if self._best is None or not folder.is_dir():  # there was no room for it
+            return
+        look, scale, weights = self._best
+        save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / BEST_WEIGHTS)
+        document = {"looks": [asdict(each) for each in self.looks], "best": asdict(look), "scale": scale}
+        (folder / LOOKS).write_text(json.dumps(document), encoding="utf-8")
+
+    def resume(self, checkpoint: Path) -> None:
+        """Take up what ``on_save`` put into a checkpoint, which is sealed."""
+        if not (checkpoint / LOOKS).exists():
+            return
+        document = json.loads((checkpoint / LOOKS).read_text(encoding="utf-8"))
+        self.looks = [Look(**each) for each in document["looks"]]
+        weights = load_file(checkpoint / BEST_WEIGHTS, device=str(self._place))
+        self._best = Look(**document["best"]), document["scale"], weights
 
     def finish(self, model: PreTrainedModel, steps: int) -> tuple[Look, Course]:
         """Put the weights of the best look back into ``model``, or as much of the change as the round's first copy
         returned; the scores then, and the course of the training.
 
-        More than the change is returned if it was found with noise that costs much, or with the training's own and does
-        not forget enough without it.
+        More than the change is returned if it was found with noise of the training's own and does not forget enough
+        without it.
         """
         if self._course or self._best is None:
+            weights = _copy_weights(model, self._place)
             if self._noise.share:
-                self._take_noise_off(model, _copy_weights(model, self._place))
+                weights = {name: self._initial[name] + (weights[name] - self._noise.start(name)) for name in weights}
             scale = self._course.scale if self._course else 1.0
-            self._set_share(model, _copy_weights(model, self._place), scale)
-            look = self._scorer.look(model, steps)
-            return look, Course(look.step, self.level, scale)
-        look, scale, weights = self._best
-        if self._is_quiet:
-            look, scale = self._scaled_back(model, weights, look)
-        elif self._is_loud:
-            scale = LOUD_SCALE
-            self._set_share(model, weights, scale)
-            look = self._scorer.look(model, look.step)
-        if self._noise.share and not self._is_enough(look):
-            self._set_share(model, weights, LARGEST_SCALE)
-            more = self._scorer.look(model, look.step)
-            if self._is_forgotten(more):
-                look, scale = self._scaled_back(model, weights, more, 1.0, LARGEST_SCALE)
+            look = self._look_at_share(model, weights, scale, steps)
+        else:
+            look, scale, weights = self._best
+            if self._further.share:
+                look, scale = self._scaled_back(model, weights, look)
+            if self._noise.share and not self._is_enough(look):
+                more = self._look_at_share(model, weights, LARGEST_SCALE, look.step)
+                if self._is_forgotten(more):
+                    look, scale = self._scaled_back(model, weights, more, 1.0, LARGEST_SCALE)
         self._set_share(model, weights, scale)
         return look, Course(look.step, self.level, scale)
 
     def _scaled_back(
         self,
-        model: torch.nn.Module,
+        model: PreTrainedModel,
         weights: Mapping[str, torch.Tensor],
         look: Look,
         low: float = 0.5,
@@ -329,32 +358,38 @@ class Watching(TrainerCallback):
         """The smallest share between ``low`` and ``high`` of the change to ``weights`` that is enough, and the look at
         it; ``look`` is the one at ``high``, which stays where nothing is forgotten there.
 
-        Where the copy's scores are those of the server's model, no more is returned than it takes (``_is_enough``), and
-        hardly more where noise costs little. A share of a change that went further keeps more than a change that
-        stopped there, and records that are less known than a stranger's show what was forgotten.
+        A share of a change that went further keeps more than a change that stopped there, and records that are less
+        known than a stranger's show what was forgotten.
         """
         if not self._is_forgotten(look):
             return look, high
-        suffices = self._is_enough if self.is_faithful else self._is_well_forgotten
         for _ in range(HALVINGS):
             middle = (low + high) / 2
-            self._set_share(model, weights, middle)
-            tried = self._scorer.look(model, look.step)
-            if suffices(tried):
+            tried = self._look_at_share(model, weights, middle, look.step)
+            if self._is_enough(tried):
                 look, high = tried, middle
             else:
                 low = middle
         return look, high
 
-    def _take_noise_off(self, model: torch.nn.Module, noisy: Mapping[str, torch.Tensor]) -> None:
-        """Give ``model`` the weights before the training plus what made ``noisy`` of them with the noise."""
-        _set_weights(model, noisy, lambda name: self._initial[name] + (noisy[name] - self._noise.start(name)))
+    def _look_at_share(
+        self, model: PreTrainedModel, weights: Mapping[str, torch.Tensor], scale: float, step: int
+    ) -> Look:
+        """The look at that share of the change to ``weights``, under the noise that it has to work under."""
+        self._set_share(model, weights, scale)
+        if self._further.share:
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    if name in weights:
+                        parameter.add_(self._further.start(name) - self._initial[name])
+        return self._scorer.look(model, step)
 
     def _set_share(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor], scale: float) -> None:
-        """Give ``model`` the first weights plus ``scale`` times the change to ``weights``; ``weights`` as they are if
-        the first ones were not kept."""
-        before = self._initial or weights
-        _set_weights(model, weights, lambda name: torch.lerp(before[name], weights[name], scale))
+        """Give ``model`` the first weights plus ``scale`` times the change to ``weights``."""
+        if scale == 1:
+            _set_weights(model, weights, weights.__getitem__)
+        else:
+            _set_weights(model, weights, lambda name: torch.lerp(self._initial[name], weights[name], scale))
 
     def _rank(self, look: Look) -> tuple[bool, float]:
         """Higher is better: first what is forgotten, and then what is kept."""
@@ -364,22 +399,18 @@ class Watching(TrainerCallback):
         return False, kept - max(0.0, look.left)
 
     def _is_forgotten(self, look: Look) -> bool:
-        """Whether at most half of what may be left is left, on too many records for that to be chance; on a noisy copy,
-        also whether the loss hardly pulls any more."""
+        """Whether at most half of what may be left is left, on too many records for that to be chance, and none stands
+        out; on a copy whose scores are not the model's, also whether the loss hardly pulls any more."""
         little_left = look.left <= self._goal.max_left / 2 and look.left_high <= self._goal.max_left
-        return little_left and (self.is_faithful or look.above <= LEVEL_MARGIN)
-
-    def _is_well_forgotten(self, look: Look) -> bool:
-        """Whether so little is left on a quiet copy that the server's model has forgotten, too."""
-        limit = QUIET_SHARE * self._goal.max_left
-        return look.left <= limit and look.left_high <= 2 * limit
+        hardly_pulls = self._is_scaled or look.above <= LEVEL_MARGIN
+        return little_left and not look.stands_out and hardly_pulls
 
     def _is_enough(self, look: Look) -> bool:
         """Whether no more of the change needs to be returned: it is forgotten, or what is left is further below its
         limit than what is kept is above its own, as shares of what the limits allow."""
         if self._is_forgotten(look):
             return True
-        if look.kept is None or not self.is_faithful:
+        if look.kept is None or look.stands_out or not self.is_faithful:
             return False
         goal = self._goal
         left_margin = goal.max_left - max(0.0, look.left)
@@ -389,18 +420,18 @@ class Watching(TrainerCallback):
         return near and left_margin * (1 - goal.min_kept) >= kept_margin * goal.max_left
 
     def _is_done(self) -> bool:
-        """Whether the last look is halfway within the goal, or what is kept no longer rises.
-
-        On a noisy copy, what is kept may never reach the goal, although it does on the server's model.
-        """
+        """Whether the last look is halfway within the goal, or what is kept no longer rises; on a copy with permanent
+        noise, whether it has been trained for TRAINED_ON times the steps after which it had forgotten."""
         look = self.looks[-1]
         if not self._is_enough(look):
             return False
+        if not self.is_faithful:
+            first = next(each.step for each in self.looks if self._is_enough(each))
+            return look.step >= TRAINED_ON * first
         if look.kept is None or look.kept >= (1 + self._goal.min_kept) / 2:
             return True
-        plateau = PLATEAU_LOOKS[self.is_faithful]
-        earlier = [each.kept for each in self.looks[-1 - plateau : -1] if each.kept is not None]
-        return len(earlier) == plateau and max(*earlier, look.kept) - min(*earlier, look.kept) <= MIN_KEPT_RISE
+        earlier = [each.kept for each in self.looks[-1 - PLATEAU_LOOKS : -1] if each.kept is not None]
+        return len(earlier) == PLATEAU_LOOKS and max(*earlier, look.kept) - min(*earlier, look.kept) <= MIN_KEPT_RISE
 
 
 COPIES = 6  # of the trained weights: those before, the best, those at a look, and what computing them takes

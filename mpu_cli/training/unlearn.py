@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from mpu_cli.errors import Diverged, MpuError
 from mpu_cli.files.boundary import private_folder, private_umask, read_json_object
 from mpu_cli.files.manifest import DeltaManifest, as_metadata, delta_facts, name_of_copy
-from mpu_cli.files.reader import LOST_TO_ROUNDING
+from mpu_cli.files.reader import LOST_TO_ROUNDING, open_checkpoint
 from mpu_cli.files.resumption import write_atomically
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import CheckpointWriter
@@ -26,6 +26,7 @@ from mpu_cli.model.device import memory_in_mind
 from mpu_cli.model.load import letting_go, load, vocabulary_size
 from mpu_cli.model.network import Answers
 from mpu_cli.model.source import Model, open_model
+from mpu_cli.model.tensors import in_memory
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import flat
 from mpu_cli.options.unlearning import Checks, Logging, Training, Unlearning
@@ -61,6 +62,7 @@ from mpu_cli.training.losses import ALGORITHMS
 from mpu_cli.training.private import composed_epsilon, train_privately
 from mpu_cli.training.rates import scored_at_once, with_rate
 from mpu_cli.training.reference import Reference, freeze, load_references, save_references
+from mpu_cli.training.requests import Continuation
 from mpu_cli.training.stopping import Look, Scorer, Until, Watching, pulling_level
 from mpu_cli.wording import counted
 
@@ -100,6 +102,7 @@ class UnlearningResult:
     resumed_after: int = 0  # steps that were taken by earlier calls
     scores: Look | None = None  # at its end, of one that stopped when it was done
     course: Course | None = None  # what the other copies of its round follow
+    weights: str = ""  # the fingerprint of the copy's, if it is in the ledger
 
     def summary(self, name: str, algorithm: str) -> str:
         """One line: the steps of ``algorithm`` on the copy ``name``, and what they did to the losses."""
@@ -191,6 +194,7 @@ def unlearn(
     ledger: Path | None = None,
     checks: Checks | None = None,
     until: Until | None = None,
+    start: Continuation | None = None,
     observer: Observer = SILENT,
 ) -> UnlearningResult:
     """Unlearn ``data`` on ``copy`` and write its change to ``target``: of every weight, or the factors of LoRA.
@@ -199,14 +203,14 @@ def unlearn(
     the reference model's probabilities from round 1 for later rounds. ``secret`` gives the client's secret, for the tag
     from which the server sees whether copies were trained alike. A training is written down in ``ledger`` before any
     record meets the model. With ``checks``, the model is looked at for signs that it was built to carry records out.
-    ``until`` trains until the records are forgotten and the others kept, in place of a number of epochs.
-    Under ``accelerate launch`` every process calls this, and the first writes.
-    Raises UsageError for options that do not go together; MpuError if the model or its tokenizer cannot be used, or
-    training diverged.
+    ``until`` trains until the records are forgotten and the others kept, in place of a number of epochs; ``start`` is
+    an earlier change of the same copy, from which the training goes on. Under ``accelerate launch`` every process calls
+    this, and the first writes. Raises UsageError for options that do not go together; MpuError if the model or its
+    tokenizer cannot be used, or training diverged.
     """
     job = prepare_job(
         copy, data, options, target=target, logging=logging, reference_file=reference_file, secret=secret,
-        ledger=ledger, checks=checks, until=until, observer=observer,
+        ledger=ledger, checks=checks, until=until, start=start, observer=observer,
     )  # fmt: skip
     training, privacy = job.options.training, job.options.privacy
     losses: list[Losses] = []
@@ -238,6 +242,10 @@ def unlearn(
         before = measure(to_train, sets, job.options) if job.is_alone else None
         _inspect_copy(job, signs, entry, before)
         watching, job = _watch(job, to_train, sets, before)
+        if start:
+            _go_on_from(start, to_train)
+        if watching and checkpoints and steps_done:
+            watching.resume(checkpoints.of_step(steps_done))
         observer.stage(f"unlearn {name_of_copy(copy.source)}", len(steps), "steps")
         observer.advance(steps_done)
         spent, trained = None, to_train
@@ -267,7 +275,7 @@ def unlearn(
     return UnlearningResult(
         path=target, steps=losses, norm=norm, is_main_process=job.is_main_process, spent=spent, before=before,
         after=after, rounding=rounding, earlier=len(earlier), rate=float(training.lr),
-        resumed_after=steps_done, scores=scores, course=course,
+        resumed_after=steps_done, scores=scores, course=course, weights=loaded.fingerprint,
     )  # fmt: skip
 
 
@@ -443,7 +451,7 @@ def _watch(
         if job.public is not None:
             job.observer.stage("score the public model", 1, "done")
             public = probabilities_under(job.public, examples["forget"], at_once, options.training.device)
-        scorer = Scorer(to_train, examples, at_once, public)
+        scorer = Scorer(to_train, examples, at_once, public, job.until.goal.max_left)
         noise = job.manifest.noise if job.manifest else 0.0
         watching = Watching(
             to_train, scorer, job.until, noise, level=options.loss.level, seed=options.training.seed,
@@ -465,6 +473,20 @@ def probabilities_under(public: str, examples: Sequence[Example], at_once: int, 
     if max(max(example.ids) for example in examples) >= vocabulary_size(model):
         raise MpuError(f"{public}: has fewer tokens than the model", "name the model that the server's came from")
     return [math.exp(-loss) for loss in Answers(examples, at_once).losses(model)]
+
+
+def _go_on_from(start: Continuation, model: PreTrainedModel) -> None:
+    """Add an earlier change to ``model``, as long as it was before a share of it was returned."""
+    delta = open_checkpoint(start.delta, links=False)
+    parameters = in_memory(model, delta.tensors)
+    if any(name not in parameters or parameters[name].shape != info.shape for name, info in delta.tensors.items()):
+        raise MpuError(f"{start.delta}: not a change of this copy", "use --alone, or remove it to start over")
+    with torch.no_grad():
+        for name in delta.tensors:
+            change = delta.tensor(name).to(parameters[name].device, torch.float32)
+            if not change.isfinite().all():
+                raise MpuError(f"{start.delta}: {name!r} holds NaN or Inf", "remove it to start over")
+            parameters[name].add_(change / start.scale)
 
 
 def _finish(
@@ -494,6 +516,7 @@ def _tags(job: TrainingJob, loaded: LoadedCopy, course: Course | None) -> dict[s
     decided |= {"reference_file": job.reference_file is not None and manifest.round > 1}
     if course:
         decided |= asdict(course)
+    decided["continued"] = job.start is not None
     versions = {name: version(name) for name in ("torch", "transformers")}
     facts = {"records": records_digest(job.data), "options": decided, "versions": versions}
     try:

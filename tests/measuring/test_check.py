@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import shlex
 import shutil
@@ -12,9 +13,10 @@ from pathlib import Path
 from statistics import fmean
 
 import msgspec
+import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -118,6 +120,54 @@ def test_a_stranger_knows_nothing_that_is_left() -> None:
     assert verdict.left is not None
     assert (verdict.left.estimate, verdict.passes) == (0.0, True)
     assert judge(before, before, public=public, max_left=0.05, min_kept=0.95).left == Share(1.0, 1.0, 1.0)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    records=st.sampled_from([20, 40, 200]), share=st.floats(0.06, 0.5), below=st.floats(0.0, 0.3),
+    seed=st.integers(0, 1000),
+)  # fmt: skip
+def test_no_record_makes_up_for_another(records: int, share: float, below: float, seed: int) -> None:
+    """A model that gives more records word for word than the limit allows does not pass, however little it knows of the
+    others; nor does one that lost more of the kept ones, however well it knows the others now."""
+    draw = np.random.default_rng(seed)
+    known = math.ceil(share * records)
+    strangers = draw.beta(4, 10, records)  # about 0.3, and 0.12 around it
+    forget = np.concatenate([np.full(known, 0.95), below * draw.random(records - known)])
+    before = {name: scores(*[0.97] * records) for name in ("forget", "held_out")} | {"unseen": scores(*strangers)}
+    after = {"forget": scores(*forget), "unseen": scores(*strangers), "held_out": before["held_out"]}
+    assert not judge(after, before, max_left=0.05, min_kept=0.95).passes
+    lost = {"held_out": scores(*[0.0] * known, *[1.0] * (records - known)), "forget": scores(*strangers)}
+    verdict = judge(after | lost, before, max_left=0.05, min_kept=0.95)
+    assert verdict.kept is not None
+    assert verdict.kept.estimate == pytest.approx(1 - known / records, abs=0.0101)
+    assert not verdict.passes
+
+
+def test_few_sets_that_nobody_saw_have_too_many_records_that_stand_out() -> None:
+    """At most about one in twenty, which is what is allowed to chance, however the strangers are distributed."""
+    draw = np.random.default_rng(0)
+    for a, b in ((4, 10), (0.5, 8), (1, 1)):
+        failed = 0
+        for _ in range(200):
+            after = {"forget": scores(*draw.beta(a, b, 40)), "unseen": scores(*draw.beta(a, b, 60))}
+            failed += judge(after, {}, max_left=0.05, min_kept=0.95).stands_out
+        assert failed <= 0.08 * 200
+
+
+def test_turns_of_one_dialogue_do_not_narrow_the_interval() -> None:
+    """Seven equal turns of each dialogue say what one says."""
+    draw = np.random.default_rng(0)
+    dialogues = draw.random(12)
+    widths = []
+    for clusters in (None, [number for number in range(12) for _ in range(7)]):
+        turns = np.repeat(dialogues, 7) if clusters else dialogues
+        after = {"forget": RecordScores(list(turns), [False] * len(turns), clusters)}
+        before = {"forget": RecordScores([1.0] * len(turns), [False] * len(turns), clusters)}
+        left = judge(after, before, max_left=0.05, min_kept=0.95).left
+        assert left is not None
+        widths.append(left.high - left.low)
+    assert widths[1] == pytest.approx(widths[0], rel=0.1)
 
 
 @pytest.mark.parametrize(

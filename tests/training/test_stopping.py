@@ -7,6 +7,7 @@ import math
 import random
 import shutil
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -16,12 +17,13 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mpu_cli.demo.model import make_people
+from mpu_cli.options.unlearning import Goal
 from mpu_cli.records.encode import pad
 from mpu_cli.records.forms import Record, question
-from mpu_cli.records.knowledge import share_left
+from mpu_cli.records.knowledge import Probabilities, share_left
 from mpu_cli.training import stopping
 from mpu_cli.training.data import Dataset
-from mpu_cli.training.stopping import LEAST_HELD_OUT, Scorer, TrainingNoise, hold_out
+from mpu_cli.training.stopping import LEAST_HELD_OUT, Look, Scorer, TrainingNoise, Watching, hold_out
 from tests.helpers.models import DemoModel
 
 
@@ -45,10 +47,15 @@ def test_what_is_held_out_does_not_depend_on_the_order(count: int) -> None:
 def test_what_is_left_does_not_change_with_what_a_stranger_knows() -> None:
     """share_left is affine: it is 1 before, 0 at a stranger's, and linear between."""
     before, stranger = [0.9, 0.7, 0.8], [0.3, 0.1, 0.2]
+    public = Probabilities.of(stranger)
     for share in (0.0, 0.25, 1.0):
         now = [s + share * (b - s) for b, s in zip(before, stranger, strict=True)]
-        assert share_left(now, before, [0.2], [0.2]) == pytest.approx(share)
-        assert share_left(now, before, public=stranger) == pytest.approx(share)
+        assert share_left(Probabilities.of(now), Probabilities.of(before), public) == pytest.approx(share)
+    alike = [0.2] * 3
+    for share in (0.0, 0.25, 1.0):
+        now = [s + share * (b - s) for b, s in zip(before, alike, strict=True)]
+        left = share_left(Probabilities.of(now, [0.2]), Probabilities.of(before, [0.2]))
+        assert left == pytest.approx(share)
 
 
 def probabilities(folder: Path, records: Path) -> float:
@@ -239,22 +246,75 @@ def test_no_more_records_go_through_at_once_than_asked(
     assert sum(rows) == 3 * sum(1 for _ in demo.forget.open())
 
 
+def test_a_copy_with_noise_is_trained_a_multiple_of_what_it_took_to_forget() -> None:
+    """Whatever is kept on it: that does not say what the server's model keeps."""
+    watching = object.__new__(Watching)
+    watching._goal, watching.is_faithful, watching._is_scaled, watching.looks = Goal(), False, False, []
+    stops = []
+    for step, left in ((10, 0.5), (20, 0.01), (30, 0.0), (40, 0.0), (50, 0.0), (60, 0.0), (70, 0.0)):
+        watching.looks.append(Look(step, left, left, kept=0.6, above=0.0))
+        stops.append(watching._is_done())
+    assert stops == [step >= 20 * stopping.TRAINED_ON for step in range(10, 80, 10)]
+    watching.looks[1:] = [replace(look, stands_out=True) for look in watching.looks[1:]]
+    assert not watching._is_done()  # by the mean it has forgotten, and some records are known
+
+
 @pytest.mark.slow
-def test_where_noise_costs_much_more_than_the_change_is_returned(
-    mpu: Callable, tmp_path: Path, demo: DemoModel, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "noise", [("--copies", 2, "--kappa", 0.001), ("--copies", 1, "--permanent-noise", 0.05, "--kappa", 0)]
+)
+@pytest.mark.parametrize("options", [(), ("--lora-rank", 4), ("--training-noise", 0.05)])
+def test_a_training_killed_at_a_look_is_the_same_training(
+    mpu: Callable, tmp_path: Path, demo: DemoModel, monkeypatch: pytest.MonkeyPatch, noise: tuple, options: tuple
 ) -> None:
-    """LOUD_SCALE times the change of the same training on a copy whose noise costs little."""
-    mpu("publish", demo.model, "--copies", 1, "--permanent-noise", 0.05, "--kappa", 0, cwd=tmp_path)
-    changes, scales = {}, {}
-    for name, limits in {"whole": (-math.inf, math.inf), "loud": (-math.inf, -math.inf)}.items():
-        monkeypatch.setattr(stopping, "QUIET", limits[0])
-        monkeypatch.setattr(stopping, "LOUD", limits[1])
-        out = tmp_path / f"{name}.safetensors"
-        options = ("--forget", demo.forget, "--retain", demo.retain, "--max-steps", 3, "--out", out, "--json")
-        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / name))  # or the second follows the first's course
-        scales[name] = mpu("unlearn", "copy_1", *options, cwd=tmp_path).json["course"]["scale"]
-        changes[name] = load_file(out)
-    assert scales == {"whole": 1.0, "loud": stopping.LOUD_SCALE}
-    for name, change in changes["whole"].items():
-        tolerance = 1e-6 + 1e-4 * float(change.abs().max())  # a change is a difference of weights in float32
-        torch.testing.assert_close(changes["loud"][name], stopping.LOUD_SCALE * change, rtol=1e-3, atol=tolerance)
+    """Bit by bit, whichever look it was killed at: the best weights and the looks so far are part of a checkpoint."""
+    mpu("publish", demo.model, *noise, cwd=tmp_path)
+    train = ("unlearn", "copy_1", "--forget", demo.forget, "--retain", demo.retain, "--max-steps", 40, "--resume",
+             "--checkpoint-steps", 5, "--alone", *options)  # fmt: skip
+    look = stopping.Scorer.look
+    results = {}
+    for killed_at in (None, 1, 3):
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / f"config_{killed_at}"))
+        out, looks = tmp_path / f"{killed_at}.safetensors", []
+
+        def look_or_die(
+            self: Scorer, model: torch.nn.Module, step: int, killed_at: int | None = killed_at, looks: list = looks
+        ) -> Look:
+            looks.append(step)
+            if killed_at is not None and len(set(looks)) == killed_at + 1:
+                raise KeyboardInterrupt
+            return look(self, model, step)
+
+        monkeypatch.setattr(stopping.Scorer, "look", look_or_die)
+        if killed_at is not None:
+            mpu(*train, "--out", out, cwd=tmp_path, check=False)
+            assert not out.exists()
+            monkeypatch.setattr(stopping.Scorer, "look", look)
+        document = mpu(*train, "--out", out, "--json", cwd=tmp_path).json
+        results[killed_at] = document["course"], document["scores"], load_file(out)
+    course, scores, whole = results.pop(None)
+    for resumed in results.values():
+        assert resumed[:2] == (course, scores)
+        assert all(torch.equal(resumed[2][name], change) for name, change in whole.items())
+
+
+@pytest.mark.slow
+def test_a_second_request_on_the_same_copy_takes_the_place_of_the_first(
+    mpu: Callable, tmp_path: Path, demo: DemoModel
+) -> None:
+    """The server applies the second delta alone, and both requests are forgotten."""
+    rows = demo.forget.read_text().splitlines(keepends=True)
+    requests = [tmp_path / "first.jsonl", tmp_path / "second.jsonl"]
+    for file, part in zip(requests, (rows[: len(rows) // 2], rows[len(rows) // 2 :]), strict=True):
+        file.write_text("".join(part))
+    mpu("publish", demo.model, "--copies", 2, "--kappa", 0.001, cwd=tmp_path)
+    train = ("unlearn", "copy_1", "copy_2", "--retain", demo.retain, "--forget")
+    mpu(*train, requests[0], cwd=tmp_path)
+    again = mpu(*train, requests[1], cwd=tmp_path)
+    assert f"{len(rows) // 2} records of earlier requests" in again.err
+    deltas = tmp_path / "deltas/request_2"
+    assert sorted(path.name for path in deltas.iterdir()) == ["copy_1.safetensors", "copy_2.safetensors"]
+    mpu("aggregate", deltas, "--keys", "keys.bin", cwd=tmp_path)
+    for request in requests:
+        assert probabilities(tmp_path / "unlearned", request) < 0.1
+    assert probabilities(tmp_path / "unlearned", demo.retain) > 0.9

@@ -1,0 +1,156 @@
+"""The client's note of its requests: which records it unlearned on which copy, how they are read, and where the delta
+is.
+
+    CONFIG/mpu/requests.jsonl    a line for each delta, mode 0600
+
+It has paths and never leaves. A further request on the same copy takes the records of the earlier ones from it, and
+``check`` takes all that it reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from mpu_cli.files.boundary import parse_document
+from mpu_cli.files.resumption import alone_with_private, append_line, read_lines
+from mpu_cli.files.sealing import default_identity_path
+from mpu_cli.observer import SILENT, Observer
+from mpu_cli.options.declare import declared_options, flat, from_flat
+from mpu_cli.options.unlearning import Checks, Goal, Prompts, RecordFormat, Unlearning
+from mpu_cli.records.forms import Record
+from mpu_cli.records.read import read_records
+
+
+@dataclass(frozen=True)
+class Source:
+    """Records to forget: what ``--forget`` named, and the options by which it is read, as far as they are not the
+    defaults."""
+
+    forget: str
+    reading: dict[str, Any]
+
+    def read(self, observer: Observer = SILENT) -> list[Record]:
+        return list(read_records(self.forget, from_flat(RecordFormat, self.reading), observer=observer))
+
+    def missing(self) -> list[str]:
+        """The files of it that are gone."""
+        return [name for name in self.forget.splitlines() if name.startswith("/") and not Path(name).exists()]
+
+
+@dataclass(frozen=True)
+class Request:
+    """A training on a copy that stopped when it was done.
+
+    ``weights`` is the copy's fingerprint; ``delta`` the change that was returned, ``scale`` of what was trained;
+    ``sources`` are all records to forget that are in it, this request's first; ``options``: how records were read and
+    judged, as far as that is not the default.
+    """
+
+    run: str
+    round: int
+    copy: int
+    copy_id: str
+    weights: str
+    delta: str
+    scale: float
+    sources: list[Source]
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """An earlier change of the copy with these ``weights`` from which a training goes on: that in ``delta``, undoing
+    what ``scale`` made of it."""
+
+    weights: str
+    delta: Path
+    scale: float
+
+
+def default_requests_path() -> Path:
+    """``mpu/requests.jsonl`` in the user's configuration directory."""
+    return default_identity_path().with_name("requests.jsonl")
+
+
+def read_requests(path: Path) -> list[Request]:
+    """All requests, the last one last. Raises MpuError if the file is damaged."""
+    hint = "put a backup in its place, or remove it: then earlier requests have to be named again"
+    requests = []
+    for line in read_lines(path, hint):
+        values = {name: value for name, value in line.items() if name != "time"}
+        requests.append(parse_document(Request, values, f"{path}: damaged", hint))
+    return requests
+
+
+def write_request(path: Path, request: Request) -> None:
+    with alone_with_private(path):
+        append_line(path, {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), **asdict(request)})
+
+
+def options_to_note(unlearning: Unlearning, goal: Goal, checks: Checks) -> dict[str, Any]:
+    """What a later check needs, as far as it is not the default, with paths from the root."""
+    noted = ("retain", "unseen", "public", "max_left", "min_kept", "held_out")
+    names = {*noted, *declared_options(RecordFormat), *declared_options(Prompts)}
+    declarations = declared_options(Unlearning) | declared_options(Goal) | declared_options(Checks)
+    values = flat(unlearning) | flat(goal) | flat(checks)
+    options = {}
+    for name in sorted(names & values.keys()):
+        value = values[name]
+        if value != declarations[name].default or name == "retain":
+            options[name] = _noted(value)
+    return options
+
+
+def sources_of(unlearning: Unlearning, earlier: Sequence[Source]) -> list[Source]:
+    """This request's records to forget, and those of ``earlier`` ones."""
+    reading = unlearning.records.reading
+    declarations = declared_options(RecordFormat)
+    differing = {name: _noted(value) for name, value in flat(reading).items() if value != declarations[name].default}
+    return [Source(from_root(unlearning.records.forget), differing), *earlier]
+
+
+def _noted(value: object) -> Any:
+    if isinstance(value, Path):
+        return str(value.absolute())
+    if isinstance(value, tuple):
+        return list(value)
+    return from_root(value) if isinstance(value, str) else value
+
+
+def from_root(sources: str) -> str:
+    """Each file that ``sources`` names, a line each, with its whole path."""
+    return "\n".join(str(Path(name).absolute()) if Path(name).exists() else name for name in sources.splitlines())
+
+
+def latest_on(requests: Sequence[Request], copy_ids: Mapping[str, str]) -> dict[str, Request]:
+    """The last request on each copy, by what the copy is called here; ``copy_ids`` by the same."""
+    latest = {}
+    for copy, copy_id in copy_ids.items():
+        of_copy = [request for request in requests if request.copy_id == copy_id]
+        if of_copy:
+            latest[copy] = of_copy[-1]
+    return latest
+
+
+def records_so_far(
+    request: Request, known: Sequence[Record], observer: Observer
+) -> tuple[list[Record], list[Source], list[str]]:
+    """The records of an earlier ``request`` that are not among ``known``, the sources that they are from, and the files
+    that are gone."""
+    identities = {record.identity for record in known}
+    records: list[Record] = []
+    sources, gone = [], []
+    for source in request.sources:
+        if missing := source.missing():
+            gone += missing
+            continue
+        added = [record for record in source.read(observer) if record.identity not in identities]
+        if added:
+            records += added
+            identities |= {record.identity for record in added}
+            sources.append(source)
+    return records, sources, gone
