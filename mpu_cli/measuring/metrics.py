@@ -462,9 +462,10 @@ def _recovered_probabilities(losses: Sequence[float]) -> MetricResult:
     return _form_with_interval([{"prob": math.exp(-loss), "avg_loss": loss} for loss in losses], "prob")
 
 
-def recovery_metrics(attack: str, retain: bool) -> dict[str, Metric]:
+def recovery_metrics(attack: str, *, retain: bool, any_script: bool) -> dict[str, Metric]:
     """What an attack brings back of the forget set: probabilities of the true answers, or ROUGE of sampled ones, each
-    with the 95 % interval of its mean. ``retain``: whether there are records to keep, which one attack uses."""
+    with the 95 % interval of its mean. ``retain``: whether there are records to keep, which one attack uses;
+    ``any_script``: whether ROUGE of answers in any script is measured, too."""
     key = attack_key(attack)
 
     def metric_of(make: Callable[[Any], MetricResult]) -> Metric:
@@ -485,10 +486,10 @@ def recovery_metrics(attack: str, retain: bool) -> dict[str, Metric]:
         probabilities = [[math.exp(-loss) for loss in losses] for losses in record_losses]
         return _form_with_interval([{"prob": max(probs), "probs": probs} for probs in probabilities], "prob")
 
-    def sampling_form(sampled_answers: Sequence[Mapping[str, Any]]) -> MetricResult:
+    def sampling_form(sampled_answers: Sequence[Mapping[str, Any]], tokenizer: AnyScript | None = None) -> MetricResult:
         from rouge_score.rouge_scorer import RougeScorer
 
-        scorer = RougeScorer(["rougeL"], use_stemmer=True)
+        scorer = RougeScorer(["rougeL"], use_stemmer=True, tokenizer=tokenizer)
         rows = []
         for answers in sampled_answers:
             truth = answers["ground_truth"]
@@ -504,7 +505,10 @@ def recovery_metrics(attack: str, retain: bool) -> dict[str, Metric]:
     if attack == "paraphrase":
         return {"forget_Q_A_Prob_rephrased": metric_of(rephrasing_form)}
     if attack == "sample":
-        return {"forget_Q_A_ROUGE_sampled": metric_of(sampling_form)}
+        sampled = {"forget_Q_A_ROUGE_sampled": metric_of(sampling_form)}
+        if any_script:
+            sampled["forget_Q_A_ROUGE_sampled_any_script"] = metric_of(partial(sampling_form, tokenizer=AnyScript()))
+        return sampled
     in_context = {"forget_Q_A_Prob_in_context": of_losses("forget")}
     if retain:
         in_context["forget_Q_A_Prob_in_retain_context"] = of_losses("retain")

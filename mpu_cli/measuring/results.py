@@ -34,8 +34,8 @@ CONFIDENCE = 0.95  # of intervals of means
 # metrics that every table shows by default, in this order, if the results have them
 MAIN_METRICS = (
     "forget_quality", "forget_truth_ratio", "model_utility", "privleak", "extraction_strength", "forget_Q_A_Prob",
-    "forget_Q_A_ROUGE", RELEARNED, "retain_Q_A_Prob", "retain_Q_A_ROUGE", "forget_verbmem_ROUGE",
-    "forget_knowmem_ROUGE", "retain_knowmem_ROUGE",
+    "forget_Q_A_ROUGE", "forget_Q_A_ROUGE_any_script", RELEARNED, "retain_Q_A_Prob", "retain_Q_A_ROUGE",
+    "retain_Q_A_ROUGE_any_script", "forget_verbmem_ROUGE", "forget_knowmem_ROUGE", "retain_knowmem_ROUGE",
 )  # fmt: skip
 HAZARDOUS = "lm_eval/wmdp"  # the harness counts right answers, which should become few
 # facts that affect the numbers, as paths in a result

@@ -7,6 +7,7 @@ import random
 import resource
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,11 +16,13 @@ import numpy as np
 import pytest
 import torch
 from rouge_score.rouge_scorer import RougeScorer
+from rouge_score.tokenizers import DefaultTokenizer
 from scipy.stats import mannwhitneyu
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mpu_cli.measuring import metrics
 from mpu_cli.measuring.encoding import Item, OpenUnlearningEncoder
+from mpu_cli.measuring.endpoint import is_cut_by_rouge
 from mpu_cli.measuring.generation import reading
 from mpu_cli.measuring.relearning import with_earlier_turns
 from mpu_cli.measuring.results import best, goal
@@ -153,10 +156,42 @@ class TestOwnRecords:
         findings = {"forget.text": [{"ground_truth": "born in Eastmere in 1984", "generation": "in Eastmere, 1984"}]}
         expected = RougeScorer(["rougeL"]).score("born in Eastmere in 1984", "in Eastmere, 1984")["rougeL"].recall
         assert metrics.rouge_of_any_script("forget").make(findings, {})["agg_value"] == pytest.approx(expected)
-        (tmp_path / "a.jsonl").write_text('{"question": "w3", "answer": "…"}\n{"question": "w3", "answer": "w4"}\n')
+        rows = '{"question": "w3", "answer": "в 1987"}', '{"question": "w3", "answer": "w4"}'
+        (tmp_path / "a.jsonl").write_text("\n".join(rows))
         outcome = mpu("eval", model, "--benchmark", "qa", "--forget", "a.jsonl", "--json", cwd=tmp_path)
         assert "forget_Q_A_ROUGE_any_script" in outcome.json["metrics"]
-        assert "1 of 2 forget answers have no letter of English" in outcome.err
+        assert "1 of 2 forget answers have letters or signs that forget_Q_A_ROUGE drops" in outcome.err
+
+    @pytest.mark.parametrize(
+        ("truth", "generation", "recall"),
+        [
+            ("Сгорела весной в 1987 году.", "Построена под Вяткой, 1987.", 1 / 5),
+            ("Она живёт в Riga.", "Совсем другое, Riga.", 1 / 4),
+            ("她在上海住了8年。", "从来没有去过那里8。", 1 / 8),
+            ("1987年在北京出生。", "1987年在南京出生。", 6 / 7),
+            ("iPhone版は8月です", "iPhone版は9月です", 6 / 7),
+            ("เกิดปี 2530ครับ", "เกิดปี 2531ครับ", 7 / 8),
+            ("๒๕๓๐", "๒๕๓๑", 0),
+            ("Müller, 12", "Möller, 12", 1 / 2),
+            ("Năm 1987 ở Huế", "Năm 1987 ở Vinh", 3 / 4),
+            ("5 👍", "5 👎", 1 / 2),
+        ],
+    )
+    def test_letters_that_rouge_drops(self, truth: str, generation: str, recall: float) -> None:
+        """Beside a number or an English word, too: a warning comes wherever rouge-score's tokens lack a letter, and the
+        second metric counts words, and single signs of scripts without spaces."""
+        findings = {"forget.text": [{"ground_truth": truth, "generation": generation}]}
+        assert metrics.rouge_of_any_script("forget").make(findings, {})["agg_value"] == pytest.approx(recall)
+        sampled = {"attack:sample": [{"ground_truth": truth, "samples": [generation, "…"]}]}
+        table = metrics.recovery_metrics("sample", retain=False, any_script=True)
+        assert table["forget_Q_A_ROUGE_sampled_any_script"].make(sampled, {})["agg_value"] == pytest.approx(recall)
+        compared = "".join(DefaultTokenizer(use_stemmer=False).tokenize(truth))
+        assert compared != "".join(sign for sign in truth.lower() if unicodedata.category(sign)[0] not in "PZ")
+        assert is_cut_by_rouge(truth)
+
+    def test_answers_that_rouge_reads_whole(self) -> None:
+        for answer in ("Born in Eastmere, 1984 – “really”.", "$5 + 3 = €8", "mill 7"):
+            assert not is_cut_by_rouge(answer)
 
     def test_unseen_records_that_are_to_be_forgotten(self, mpu: Callable, model: Path, tmp_path: Path) -> None:
         (tmp_path / "a.jsonl").write_text('{"question": "w3", "answer": "w4"}\n{"question": "w3", "answer": "w5"}\n')

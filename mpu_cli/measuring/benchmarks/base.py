@@ -81,7 +81,9 @@ class Benchmark:
         """The metrics of its attacks."""
         table: dict[str, Metric] = {}
         for name in self.attacks:
-            table |= recovery_metrics(name, "retain" in self.splits)
+            table |= recovery_metrics(
+                name, retain="retain" in self.splits, any_script="forget_Q_A_ROUGE_any_script" in self.metrics
+            )
         return table
 
 
