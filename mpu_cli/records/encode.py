@@ -33,6 +33,7 @@ IGNORED = -100  # label of a token that is not learned, as in transformers
 TEXT_TOKENS = 2048  # in a piece of a text (MUSE)
 OTHER_ANSWERS = tuple(f"{mark} mpu {mark}" for mark in "¤§¶†‡¬¦µ")  # for an answer that begins and ends otherwise
 SYSTEM_ROLES = ("system", "developer")
+RARE_ROLES = ("developer", "tool")  # that a template made for a system, a user and an assistant prints as it can
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # fields in which messages hold them
 OMITTABLE = {*THOUGHTS, "tool_calls", "function_call"}  # fields of messages that a template may pass over
 MASK = "\ue000"  # a character for private use, in place of each of a control token's name
@@ -70,8 +71,8 @@ class Encoding:
     ``truncate_to`` tokens are cut. The names of control tokens in the text of records are text, unless ``controls``.
 
     What is remarkable of the records is noted with their places: those that were ``truncated``, that are ``long`` for
-    the model, that hold a control token's name (``marked``, by name), and for each field of a message that the template
-    does not print, ``omitted``.
+    the model, that hold a control token's name (``marked``, by name), for each field of a message that the template
+    does not print, ``omitted``, and for each role that it does not mention, ``unmentioned``.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -86,6 +87,7 @@ class Encoding:
     long: list[str] = field(default_factory=list)
     marked: dict[str, list[str]] = field(default_factory=dict)
     omitted: dict[str, list[str]] = field(default_factory=dict)
+    unmentioned: dict[str, list[str]] = field(default_factory=dict)
 
     @cached_property
     def _special_ids(self) -> set[int]:
@@ -160,6 +162,11 @@ class Encoding:
             count = len(set(places))
             remarks.append(
                 f"the template leaves out or changes {name!r} of {count} of {total} records, such as {places[0]}"
+            )
+        for role, places in self.unmentioned.items():
+            remarks.append(
+                f"the template does not mention the role {role!r} of {len(set(places))} of {total} records, such as "
+                f"{places[0]}, and prints it as any other"
             )
         return remarks
 
@@ -253,7 +260,8 @@ class Encoding:
     def _note_omissions(
         self, records: Sequence[Record], prompts: Sequence[list[dict[str, Any]]], texts: Sequence[object]
     ) -> None:
-        """Note which fields of messages the template does not print: without them, it prints the same."""
+        """Note which fields of messages the template does not print: without them, it prints the same; and which roles
+        it has no case for."""
         reduced: list[forms.Dialogue] = []
         sources: list[tuple[int, str]] = []
         for number, (record, prompt) in enumerate(zip(records, prompts, strict=True)):
@@ -264,7 +272,12 @@ class Encoding:
         for (number, name), without in zip(sources, self._render(reduced) if reduced else [], strict=True):
             if without == texts[number]:
                 self.omitted.setdefault(name, []).append(records[number].location)
+        template = forms.template_of(self.tokenizer)
+        unmentioned = [role for role in RARE_ROLES if not re.search(f"[\"']{role}[\"']", template)]
         for record, text in zip(records, texts, strict=True):
+            for role in unmentioned:
+                if isinstance(text, str) and any(turn.role == role for turn in record.turns):
+                    self.unmentioned.setdefault(role, []).append(record.location)
             turns = (*record.turns, record.answer_turn)
             if isinstance(text, str) and not all(turn.content.strip() in text for turn in turns):
                 self.omitted.setdefault("content", []).append(record.location)

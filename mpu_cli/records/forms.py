@@ -303,12 +303,15 @@ MAIN_FIELDS = {
 }
 # Read beside the fields of a form, or by the evaluation.
 OTHER_FIELDS = {"alternate", "system", "set", "paraphrased_answer", "perturbed_answer", "paraphrased_question"}
-# ShareGPT's names of roles.
-SHAREGPT_ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant",
-    "bard": "assistant", "model": "assistant", "assistant": "assistant", "system": "system", "tool": "tool",
-    "function": "tool", "observation": "tool",
+# The roles that a message may have, by what OpenAI, LangChain, ShareGPT, LLaMA-Factory and chat templates call them.
+ROLES = {
+    "system": "system", "developer": "developer",
+    **dict.fromkeys(("user", "human", "prompter"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "ai", "model", "bot", "chatbot"), "assistant"),
+    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_response", "function_response"), "tool"),
 }  # fmt: skip
+SHAREGPT_ROLES = ("human", "gpt")  # under "from", the names that the form itself has
 MISTYPED = 0.75  # similarity from which a field is taken for the one that --columns meant
 
 
@@ -385,8 +388,32 @@ def unread_fields(row: object) -> set[str]:
 
 
 def _begins_with_system(messages: object) -> bool:
-    message = messages[0] if isinstance(messages, list) and messages else None
-    return isinstance(message, dict) and "system" in (message.get("role"), message.get("from"))
+    return isinstance(messages, list) and bool(messages) and role_of(messages[0]) == "system"
+
+
+def renamed_roles(row: object) -> dict[str, str]:
+    """The roles of a row's messages that are read under another name, and that name."""
+    renamed = {}
+    for message in _messages(row):
+        name, role = _role_name(message), role_of(message)
+        if (
+            name is not None
+            and role not in (None, name)
+            and not (message.get("role") is None and name in SHAREGPT_ROLES)
+        ):
+            renamed[name] = str(role)
+    return renamed
+
+
+def _messages(row: object) -> list[Any]:
+    """The messages of a row whose form has some, as they are written."""
+    if not isinstance(row, dict) or (form := form_of(row)) not in ("messages", "conversations", "prompt"):
+        return []
+    messages: list[Any] = []
+    for name in MAIN_FIELDS[form]:
+        if isinstance(row.get(name), list):
+            messages += row[name]
+    return messages
 
 
 def parse_record(row: object, location: str) -> Record:
@@ -398,18 +425,15 @@ def parse_record(row: object, location: str) -> Record:
     form = form_of(row)
     if form == "text":
         return Record((), _text(row, "text", location), location, alternate)
-    if form == "messages":
-        turns = _turns(row["messages"], location)
-    elif form == "conversations":
-        turns = _turns(_from_sharegpt(row["conversations"]), location)
+    if form in ("messages", "conversations"):
+        turns = _turns(_messages(row), location)
     elif form == "instruction":
         # Alpaca's: the instruction says what to do with the input, and one of them may be empty.
         names = [name for name in ("instruction", "input") if not _is_blank(row.get(name))]
         prompt = "\n\n".join(_text(row, name, location) for name in names or ["instruction"])
         turns = [Turn("user", prompt), Turn("assistant", _text(row, "output", location))]
     elif form == "prompt" and isinstance(row["prompt"], list):  # TRL's conversational form
-        completion = row.get("completion")
-        turns = _turns([*row["prompt"], *(completion if isinstance(completion, list) else [])], location)
+        turns = _turns(_messages(row), location)
     elif form is not None:
         prompt, answer = MAIN_FIELDS[form]
         turns = [Turn("user", _text(row, prompt, location)), Turn("assistant", _text(row, answer, location))]
@@ -423,19 +447,18 @@ def parse_record(row: object, location: str) -> Record:
     return Record(tuple(earlier), last.content, location, alternate=alternate, answer_fields=last.fields)
 
 
-def _from_sharegpt(messages: object) -> object:
-    """Messages of {"from": …, "value": …} as {"role": …, "content": …}; anything else as it is."""
-    if not isinstance(messages, list):
-        return messages
-    converted: list[object] = []
-    for message in messages:
-        if isinstance(message, dict) and "from" in message:
-            role = SHAREGPT_ROLES.get(str(message["from"]).lower(), message["from"])
-            fields = {name: value for name, value in message.items() if name not in ("from", "value")}
-            converted.append({"role": role, "content": message.get("value"), **fields})
-        else:
-            converted.append(message)
-    return converted
+def _role_name(message: object) -> str | None:
+    """What a message calls its role, under "role" or, in ShareGPT's form, "from"; None if it names none."""
+    if not isinstance(message, dict):
+        return None
+    name = message.get("role") if message.get("role") is not None else message.get("from")
+    return name if isinstance(name, str) and name.strip() else None
+
+
+def role_of(message: object) -> str | None:
+    """The role of a message, None if it has none that is known."""
+    name = _role_name(message)
+    return None if name is None else ROLES.get(name.strip().lower())
 
 
 def unit_of(row: object, field: str, location: str) -> str:
@@ -468,15 +491,23 @@ def sound_text(text: str, what: str) -> str:
     return text
 
 
-def _turns(messages: object, location: str) -> list[Turn]:
+def _turns(messages: Sequence[Any], location: str) -> list[Turn]:
     """The turns of a dialogue. Content may be a text or parts of text; a message with tool calls needs none."""
     turns = []
-    for message in messages if isinstance(messages, list) else []:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not message["role"].strip():
+    for message in messages:
+        name, role = _role_name(message), role_of(message)
+        if name is None:
             raise MpuError(f"{location}: every message needs a role and content")
-        content = _content(message.get("content"), location)
-        extra = {str(name): value for name, value in message.items() if name not in ("role", "content")}
-        extra = {name: value for name, value in extra.items() if value not in (None, "", [], {})}
+        if role is None:
+            raise MpuError(
+                f"{location}: unknown role {name[:LONGEST_NAME]!r}",
+                "name it system, user, assistant or tool; common other names, such as human and gpt, are read, too",
+            )
+        text_field = "content" if message.get("content") is not None else "value"
+        content = _content(message.get(text_field), location)
+        main = ("role", "from", "content", text_field)
+        extra = {str(key): value for key, value in message.items() if key not in main}
+        extra = {key: value for key, value in extra.items() if value not in (None, "", [], {})}
         try:
             text = json.dumps(extra, ensure_ascii=False, default=str)
         except RecursionError as error:
@@ -484,7 +515,7 @@ def _turns(messages: object, location: str) -> list[Turn]:
         extra = json.loads(sound_text(text, f"{location}: a message"))
         if not content.strip() and not extra.keys() & {"tool_calls", "function_call"}:
             raise MpuError(f"{location}: every message needs a role and content")
-        turns.append(Turn(sound_text(message["role"], f"{location}: a role"), content, tuple(extra.items())))
+        turns.append(Turn(role, content, tuple(extra.items())))
     if len(turns) < 2:
         raise MpuError(f"{location}: messages need a question and an answer")
     return turns

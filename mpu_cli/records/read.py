@@ -44,6 +44,7 @@ from mpu_cli.records.forms import (
     parse_record,
     records_of_turns,
     rename_columns,
+    renamed_roles,
     unit_of,
     unread_fields,
 )
@@ -588,10 +589,14 @@ def report_rows(source: str, rows: Sequence[Row], read_fields: set[str], observe
         shown = ", ".join(listed[:20]) + (f", and {len(listed) - 20} more files" if len(listed) > 20 else "")
         observer.note(f"{source}: {counted(len(rows), 'record')} from {shown}")
     fields: Counter[str] = Counter()
+    roles: dict[str, str] = {}
     for _, row in rows:
         fields.update(unread_fields(row) - read_fields)
+        roles |= renamed_roles(row)
     if fields:
         observer.note(f"{source}: fields that are not part of the records: {', '.join(sorted(fields))}")
+    if roles:
+        observer.note(f"{source}: roles read as {', '.join(f'{role} ({name!r})' for name, role in roles.items())}")
     several = [row for _, row in rows if isinstance(row, dict) and other_forms(row)]
     if several:
         form = form_of(several[0])

@@ -209,6 +209,51 @@ class TestDialogues:
             assert len(rows) == count
             assert rows[str(count - 1)]["avg_loss"] == pytest.approx(loss, abs=1e-4)
 
+    @pytest.mark.parametrize(
+        ("names", "note"),
+        [
+            (("human", "ai", "function", "Assistant"), "assistant ('ai')"),
+            (("user ", "gpt", "observation", "MODEL"), "user ('user ')"),
+            (("Human", "function_call", "ipython", "bot"), "assistant ('function_call')"),
+        ],
+    )
+    @pytest.mark.parametrize("keys", [("messages", "role", "content"), ("conversations", "from", "value")])
+    def test_other_names_of_roles(self, tmp_path, tokenizer, keys, names, note):
+        """What tools call them gives the tokens of the usual names, and is reported."""
+        form, role, content = keys
+        for file, roles in (("a", ("user", "assistant", "tool", "assistant")), ("b", names)):
+            dialogue = [{role: name, content: f"w{i}"} for i, name in enumerate(roles, 3)]
+            (tmp_path / f"{file}.jsonl").write_text(json.dumps({form: dialogue}))
+        notes = Notes()
+        usual, renamed = read_records(tmp_path / "a.jsonl"), read_records(tmp_path / "b.jsonl", observer=notes)
+        assert Encoding(tokenizer).encode(usual) == Encoding(tokenizer).encode(renamed)
+        assert usual[0].identity == renamed[0].identity
+        assert any(text.startswith(f"{tmp_path}/b.jsonl: roles read as") and note in text for text in notes.texts)
+
+    def test_the_roles_of_sharegpt_need_no_note(self, tmp_path):
+        row = {"conversations": [{"from": "human", "value": "w3"}, {"from": "gpt", "value": "w4"}]}
+        (tmp_path / "a.jsonl").write_text(json.dumps(row))
+        notes = Notes()
+        read_records(tmp_path / "a.jsonl", observer=notes)
+        assert notes.texts == []
+
+    @pytest.mark.parametrize("command", ["eval", "unlearn"])
+    def test_an_unknown_role_is_refused(self, mpu, tmp_path, command):
+        """It would be a header that the model has never seen. A dry run refuses it, too."""
+        model = save(random_model("llama"), tmp_path / "model")
+        dialogue = [{"from": "patient", "value": "w3"}, {"from": "gpt", "value": "w4"}]
+        (tmp_path / "a.jsonl").write_text(json.dumps({"conversations": dialogue}))
+        options = ("--benchmark", "qa") if command == "eval" else ("--dry-run",)
+        refused = mpu(command, model, "--forget", "a.jsonl", *options, check=False, cwd=tmp_path)
+        assert "a.jsonl, line 1: unknown role 'patient'" in refused.err
+
+    def test_a_role_that_the_template_does_not_mention(self):
+        turns = (Turn("user", "w3"), Turn("assistant", "w4"), Turn("tool", "w5"))
+        for name, mentioned in (("smollm2", False), ("qwen2_5", True)):
+            encoding = Encoding(tokenizer_with(template_case(name)))
+            encoding.encode([Record(turns, "w6", "a.jsonl, line 1")])
+            assert ("does not mention the role 'tool'" in " ".join(encoding.remarks(1))) is not mentioned
+
     def test_two_user_turns_under_strict_roles(self):
         case = template_case("strict_no_system")
         record = Record((Turn("user", "w3"), Turn("user", "w4")), "w5", "a.jsonl, line 1")
