@@ -250,11 +250,19 @@ class Encoding:
         return outcomes
 
     def _render(self, dialogues: Sequence[forms.Dialogue]) -> list[str | forms.TemplateError]:
-        """Each dialogue as the template prints it; equal ones once."""
+        """Each dialogue as the template prints it; equal ones once.
+
+        Some templates (DeepSeek R1) join the arguments of tool calls to their text, and take them as JSON text only.
+        """
         unique = {json.dumps(dialogue, sort_keys=True): dialogue for dialogue in dialogues}
         variables = {**template_date(self.tokenizer, self.date), **self.variables}
         texts = forms.render(self.tokenizer, list(unique.values()), generation_prompt=False, **variables)
         by_dialogue = dict(zip(unique, texts, strict=True))
+        rejected = {key: unique[key] for key, text in by_dialogue.items() if isinstance(text, forms.TemplateError)}
+        with_text = {key: [*map(_with_arguments_as_text, dialogue)] for key, dialogue in rejected.items()}
+        if again := {key: dialogue for key, dialogue in with_text.items() if dialogue != rejected[key]}:
+            texts = forms.render(self.tokenizer, list(again.values()), generation_prompt=False, **variables)
+            by_dialogue |= {key: text for key, text in zip(again, texts, strict=True) if isinstance(text, str)}
         return [by_dialogue[json.dumps(dialogue, sort_keys=True)] for dialogue in dialogues]
 
     def _note_omissions(
@@ -413,6 +421,22 @@ def _other_answer(record: Record) -> dict[str, Any]:
     other = next((answer for answer in OTHER_ANSWERS if answer[0] not in edges), OTHER_ANSWERS[0])
     thoughts = {name: other for name, value in turn.fields if name in THOUGHTS and isinstance(value, str)}
     return {**thoughts, "role": "assistant", "content": other}
+
+
+def _with_arguments_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message whose tool calls have their arguments as JSON text."""
+
+    def as_text(call: Any) -> Any:
+        if not isinstance(call, dict):
+            return call
+        if "function" in call:
+            return {**call, "function": as_text(call["function"])}
+        if not isinstance(call.get("arguments"), dict | list):
+            return call
+        return {**call, "arguments": json.dumps(call["arguments"], ensure_ascii=False)}
+
+    calls = message.get("tool_calls")
+    return {**message, "tool_calls": [*map(as_text, calls)]} if isinstance(calls, list) else dict(message)
 
 
 def _hint(record: Record, problem: object) -> str | None:

@@ -303,12 +303,13 @@ MAIN_FIELDS = {
 }
 # Read beside the fields of a form, or by the evaluation.
 OTHER_FIELDS = {"alternate", "system", "set", "paraphrased_answer", "perturbed_answer", "paraphrased_question"}
+CALLS = ("function_call", "tool_call")  # roles of assistants' messages whose text is a call as JSON
 # The roles that a message may have, by what OpenAI, LangChain, ShareGPT, LLaMA-Factory and chat templates call them.
 ROLES = {
     "system": "system", "developer": "developer",
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "ai", "model", "bot", "chatbot"), "assistant"),
-    **dict.fromkeys(("function_call", "tool_call"), "assistant"),
+    **dict.fromkeys(CALLS, "assistant"),
     **dict.fromkeys(("tool", "function", "observation", "ipython", "tool_response", "function_response"), "tool"),
 }  # fmt: skip
 SHAREGPT_ROLES = ("human", "gpt")  # under "from", the names that the form itself has
@@ -507,18 +508,54 @@ def _turns(messages: Sequence[Any], location: str) -> list[Turn]:
         content = _content(message.get(text_field), location)
         main = ("role", "from", "content", text_field)
         extra = {str(key): value for key, value in message.items() if key not in main}
-        extra = {key: value for key, value in extra.items() if value not in (None, "", [], {})}
         try:
-            text = json.dumps(extra, ensure_ascii=False, default=str)
+            text = json.dumps(_without_nulls(extra), ensure_ascii=False, default=str)
         except RecursionError as error:
             raise MpuError(f"{location}: a message has a field that is nested too deeply") from error
         extra = json.loads(sound_text(text, f"{location}: a message"))
+        if name.strip().lower() in CALLS and (calls := _calls_in(content)):
+            content, extra["tool_calls"] = "", calls
+        extra = {key: value for key, value in extra.items() if value not in ("", [], {})}
+        if "tool_calls" in extra:
+            extra["tool_calls"] = _tool_calls(extra["tool_calls"], location)
         if not content.strip() and not extra.keys() & {"tool_calls", "function_call"}:
             raise MpuError(f"{location}: every message needs a role and content")
         turns.append(Turn(role, content, tuple(extra.items())))
     if len(turns) < 2:
         raise MpuError(f"{location}: messages need a question and an answer")
     return turns
+
+
+def _without_nulls(value: Any) -> Any:
+    """``value`` without the entries of objects that are null: a table gives each of them the names of all rows, and so
+    does JSON that was written from one. TRL drops them, too."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(entry) for key, entry in value.items() if entry is not None}
+    return [_without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _calls_in(text: str) -> list[Any]:
+    """The tool calls in the text of LLaMA-Factory's role function_call, which is JSON; none if it is other text."""
+    with suppress(ValueError, RecursionError):
+        calls = json.loads(text)
+        calls = calls if isinstance(calls, list) else [calls]
+        if all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
+            return [{"type": "function", "function": call} for call in calls]
+    return []
+
+
+def _tool_calls(calls: Any, location: str) -> Any:
+    """``calls`` with their arguments as objects, as vLLM gives them to the template: OpenAI's logs hold them as JSON
+    text, which a template would encode a second time. Raises MpuError for text that is not JSON."""
+    try:
+        calls = json.loads(calls) if isinstance(calls, str) else calls
+        for call in calls if isinstance(calls, list) else []:
+            function = call.get("function", call) if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(arguments := function.get("arguments", ""), str):
+                function["arguments"] = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError) as error:
+        raise MpuError(f"{location}: a tool call has arguments that are not JSON ({error})") from error
+    return calls
 
 
 def _content(content: object, location: str) -> str:

@@ -9,10 +9,12 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
+import pyarrow
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from pyarrow import parquet
 from safetensors.torch import load_file
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.processors import TemplateProcessing
@@ -22,6 +24,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.measuring.encoding import TrainedEncoder
 from mpu_cli.records.encode import IGNORED, Encoding, answer_span, template_variables
 from mpu_cli.records.forms import Record, Turn, parse_record, question
+from mpu_cli.records.read import read_records
 from tests.helpers.chat_templates import NAMES, pieces, template_case, tokenizer_with
 
 ANSWERS = (
@@ -97,6 +100,50 @@ class TestLabels:
             pieces = {"reasoning_content": ["She said so."], "tool_calls": ["lookup", "Ines"], "content": ["Eastmere"]}
             for field in {field for _, fields in row for field in fields}:
                 assert all(piece in text for piece in pieces[field]) or f"{field!r} of 1 of 1 records" in remarks
+
+    @pytest.mark.parametrize("name", ["qwen3", "glm4_5", "llama3", "granite4", "qwen2_5"])
+    def test_tool_calls_in_any_form_are_what_transformers_prints(self, name: str, tmp_path: Path) -> None:
+        """Arguments as an object, from Parquet with the other rows' keys as null, as JSON text, and LLaMA-Factory's."""
+        calls = [("lookup", {"person": "Ines", "years": {"from": 3}}), ("count", {"town": "Eastmere"})]
+        dialogues: dict[str, list[list[dict]]] = {"objects": [], "texts": [], "roles": []}
+        for function, arguments in calls:
+            for form, value in (("objects", arguments), ("texts", json.dumps(arguments)), ("roles", None)):
+                call = {"type": "function", "function": {"name": function, "arguments": value}}
+                called = {"role": "assistant", "content": "", "tool_calls": [call]}
+                if form == "roles":
+                    text = json.dumps({"name": function, "arguments": arguments})
+                    called = {"role": "function_call", "content": text}
+                dialogues[form].append([
+                    {"role": "user", "content": "Where was Ines born?"}, called,
+                    {"role": "tool", "content": "born: Eastmere"}, {"role": "assistant", "content": "In Eastmere."},
+                ])  # fmt: skip
+        for form, rows in dialogues.items():
+            (tmp_path / f"{form}.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+        rows = [{"messages": row} for row in dialogues["objects"]]
+        parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "table.parquet")
+        encoding = Encoding(tokenizer_with(template_case(name)), "chat", "")
+        printed = [
+            encoding.tokenizer.apply_chat_template(row["messages"], tokenize=False, date_string="10 Apr 2025")
+            for row in rows
+        ]
+        for file in ("objects.jsonl", "texts.jsonl", "roles.jsonl", "table.parquet"):
+            examples = encoding.encode(read_records(tmp_path / file))
+            texts = encoding.tokenizer(printed, add_special_tokens=False).input_ids
+            assert [example.ids for example in examples] == texts, file
+
+    def test_a_template_that_takes_arguments_as_text(self) -> None:
+        """DeepSeek's joins them to its text, and rejects an object."""
+        call = {"type": "function", "function": {"name": "lookup", "arguments": {"person": "Inés"}}}
+        messages = [
+            {"role": "user", "content": "Where?"}, {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "Eastmere"}, {"role": "assistant", "content": "In Eastmere."},
+        ]  # fmt: skip
+        encoding = encoding_for("deepseek_r1")
+        [example] = encoding.encode([parse_record({"messages": messages}, "")])
+        assert '{"person": "Inés"}' in encoding.tokenizer.decode(example.ids)
+        call["function"]["arguments"] = "not JSON"
+        with pytest.raises(MpuError, match="arguments that are not JSON"):
+            parse_record({"messages": messages}, "")
 
     @pytest.mark.parametrize("name", ["qwen3", "glm4_5", "smollm3", "gpt_oss", "deepseek_v3_1"])
     def test_a_thought_of_the_record_is_learned(self, name: str) -> None:
