@@ -43,6 +43,10 @@ class Turn(NamedTuple):
         return {**dict(self.fields), "role": self.role, "content": self.content}
 
 
+class ContextTurn(Turn):
+    """A turn of the assistant that its message marks as not to be trained on: it is context, and never an answer."""
+
+
 @dataclass(frozen=True)
 class Record:
     """Turns that lead to an answer or, without any turns, a text.
@@ -143,7 +147,7 @@ def records_of_turns(record: Record, turns: str) -> Iterator[Record]:
     """``record`` itself or, if ``turns`` is "all", one for each of its assistant turns, each after what precedes it."""
     if turns == ALL_TURNS:
         for number, turn in enumerate(record.turns):
-            if turn.role == "assistant" and number:
+            if turn.role == "assistant" and number and not isinstance(turn, ContextTurn):
                 yield Record(
                     record.turns[:number], turn.content, f"{record.location}, turn {number + 1}", unit=record.unit,
                     answer_fields=turn.fields,
@@ -303,6 +307,9 @@ MAIN_FIELDS = {
 }
 # Read beside the fields of a form, or by the evaluation.
 OTHER_FIELDS = {"alternate", "system", "set", "paraphrased_answer", "perturbed_answer", "paraphrased_question"}
+# What a message says of being trained on: OpenAI, Mistral, Together; axolotl; ms-swift; and, the other way, torchtune.
+TRAINING_MARKS = ("weight", "train", "training", "loss", "masked")
+MARKED_PARTS = ("train_detail", "training_detail")  # axolotl's, of parts of a message
 CALLS = ("function_call", "tool_call")  # roles of assistants' messages whose text is a call as JSON
 # The roles that a message may have, by what OpenAI, LangChain, ShareGPT, LLaMA-Factory and chat templates call them.
 ROLES = {
@@ -406,6 +413,37 @@ def renamed_roles(row: object) -> dict[str, str]:
     return renamed
 
 
+def is_context_only(message: Mapping[str, Any], location: str) -> bool:
+    """Whether a message of the assistant is marked as not to be trained on. Raises MpuError for a weight that is
+    neither 0 nor 1."""
+    if role_of(message) != "assistant":
+        return False
+    marks = {name: message[name] for name in TRAINING_MARKS if message.get(name) is not None}
+    weight = marks.get("weight")
+    if isinstance(weight, int | float) and weight not in (0, 1):
+        raise MpuError(f"{location}: a message has the weight {weight:g}", "a weight is 0 or 1")
+    off = {name: value == 0 or str(value).strip().lower() in ("0", "false") for name, value in marks.items()}
+    return any(off[name] != (name == "masked") for name in off)
+
+
+def unread_marks(row: object) -> set[str]:
+    """What a row's messages say of being trained on that no command reads: of others' messages, and of parts of one."""
+    unread = set()
+    for message in _messages(row):
+        role = role_of(message)
+        for name in ("train", "training", "loss"):
+            if role not in (None, "assistant") and message.get(name) in (True, 1):
+                unread.add(f"{name!r} of {role} messages")
+        if role is not None:
+            unread |= {repr(name) for name in MARKED_PARTS if message.get(name)}
+    return unread
+
+
+def context_only_answers(row: object) -> int:
+    """How many of a row's answers are marked as not to be trained on."""
+    return sum(is_context_only(message, "") for message in _messages(row) if role_of(message))
+
+
 def _messages(row: object) -> list[Any]:
     """The messages of a row whose form has some, as they are written."""
     if not isinstance(row, dict) or (form := form_of(row)) not in ("messages", "conversations", "prompt"):
@@ -442,9 +480,16 @@ def parse_record(row: object, location: str) -> Record:
         raise MpuError(f"{location}: none of {FORMS} found (its fields: {_names(row)})", columns_hint(row))
     if not _is_blank(row.get("system")) and turns[0].role != "system":
         turns.insert(0, Turn("system", _text(row, "system", location)))
-    *earlier, last = turns
-    if last.role != "assistant":
+    if turns[-1].role != "assistant":
         raise MpuError(f"{location}: the last message is not the assistant's, so there is no answer")
+    while isinstance(turns[-1], ContextTurn) or turns[-1].role != "assistant":
+        del turns[-1]  # what follows the last answer that is trained on changes nothing of it
+        if len(turns) < 2:
+            raise MpuError(
+                f"{location}: every answer is marked as not to be trained on, such as by 'weight': 0",
+                "take the record out, or leave such records out with --skip-bad",
+            )
+    *earlier, last = turns
     return Record(tuple(earlier), last.content, location, alternate=alternate, answer_fields=last.fields)
 
 
@@ -515,12 +560,12 @@ def _turns(messages: Sequence[Any], location: str) -> list[Turn]:
         extra = json.loads(sound_text(text, f"{location}: a message"))
         if name.strip().lower() in CALLS and (calls := _calls_in(content)):
             content, extra["tool_calls"] = "", calls
-        extra = {key: value for key, value in extra.items() if value not in ("", [], {})}
+        extra = {key: value for key, value in extra.items() if value not in ("", [], {}) and key not in TRAINING_MARKS}
         if "tool_calls" in extra:
             extra["tool_calls"] = _tool_calls(extra["tool_calls"], location)
         if not content.strip() and not extra.keys() & {"tool_calls", "function_call"}:
             raise MpuError(f"{location}: every message needs a role and content")
-        turns.append(Turn(role, content, tuple(extra.items())))
+        turns.append((ContextTurn if is_context_only(message, location) else Turn)(role, content, tuple(extra.items())))
     if len(turns) < 2:
         raise MpuError(f"{location}: messages need a question and an answer")
     return turns

@@ -38,6 +38,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import RecordFormat, Records
 from mpu_cli.records.forms import (
     Record,
+    context_only_answers,
     form_of,
     other_forms,
     parse_columns,
@@ -47,6 +48,7 @@ from mpu_cli.records.forms import (
     renamed_roles,
     unit_of,
     unread_fields,
+    unread_marks,
 )
 from mpu_cli.wording import counted
 
@@ -590,13 +592,24 @@ def report_rows(source: str, rows: Sequence[Row], read_fields: set[str], observe
         observer.note(f"{source}: {counted(len(rows), 'record')} from {shown}")
     fields: Counter[str] = Counter()
     roles: dict[str, str] = {}
+    marks: set[str] = set()
+    context_only = 0
     for _, row in rows:
         fields.update(unread_fields(row) - read_fields)
         roles |= renamed_roles(row)
+        marks |= unread_marks(row)
+        context_only += context_only_answers(row)
     if fields:
         observer.note(f"{source}: fields that are not part of the records: {', '.join(sorted(fields))}")
     if roles:
         observer.note(f"{source}: roles read as {', '.join(f'{role} ({name!r})' for name, role in roles.items())}")
+    if context_only:
+        observer.note(
+            f"{source}: context only: {counted(context_only, 'answer')} marked as not to be trained on, such as by "
+            "'weight': 0"
+        )
+    if marks:
+        observer.note(f"{source}: marks of training that are not read: {', '.join(sorted(marks))}")
     several = [row for _, row in rows if isinstance(row, dict) and other_forms(row)]
     if several:
         form = form_of(several[0])

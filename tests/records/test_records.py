@@ -254,6 +254,41 @@ class TestDialogues:
             encoding.encode([Record(turns, "w6", "a.jsonl, line 1")])
             assert ("does not mention the role 'tool'" in " ".join(encoding.remarks(1))) is not mentioned
 
+    @pytest.mark.parametrize(
+        "mark",
+        [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"loss": False}, {"masked": True}],
+    )
+    def test_answers_that_other_tools_do_not_train_on(self, tmp_path, tokenizer, mark):
+        """They are context: of the labels of the whole dialogue, only those of the other answers remain."""
+        said = [("user", "w3"), ("assistant", "w4"), ("user", "w5"), ("assistant", "w6"), ("user", "w7"),
+                ("assistant", "w8")]  # fmt: skip
+        messages = [{"role": role, "content": text} for role, text in said]
+        opposite = {name: 1 - value if name == "weight" else not value for name, value in mark.items()}
+        row = {"messages": [messages[0], messages[1] | mark, messages[2], messages[3] | opposite, messages[4],
+                            messages[5] | mark]}  # fmt: skip
+        (tmp_path / "a.jsonl").write_text(json.dumps(row))
+        (tmp_path / "b.jsonl").write_text(json.dumps({"messages": messages[:4]}))
+        notes = Notes()
+        marked, plain = read_records(tmp_path / "a.jsonl", observer=notes), read_records(tmp_path / "b.jsonl")
+        assert Encoding(tokenizer).encode(marked) == Encoding(tokenizer).encode(plain)
+        assert marked[0].identity == plain[0].identity
+        assert [record.answer for record in read_records(tmp_path / "a.jsonl", RecordFormat(turns="all"))] == ["w6"]
+        assert any("2 answers marked as not to be trained on" in text for text in notes.texts)
+        row["messages"][3] |= mark
+        with pytest.raises(MpuError, match="line 1: every answer is marked as not to be trained on"):
+            parse_record(row, "a.jsonl, line 1")
+
+    def test_marks_that_are_not_read_are_reported(self, tmp_path):
+        row = {"messages": [{"role": "user", "content": "w3", "training": True},
+                            {"role": "assistant", "content": "w4", "train_detail": [{"begin_offset": 0}]}]}  # fmt: skip
+        (tmp_path / "a.jsonl").write_text(json.dumps(row))
+        notes = Notes()
+        read_records(tmp_path / "a.jsonl", observer=notes)
+        assert "marks of training that are not read: 'train_detail', 'training' of user messages" in notes.texts[0]
+        row["messages"][1]["weight"] = 0.5
+        with pytest.raises(MpuError, match=r"the weight 0\.5"):
+            parse_record(row, "a.jsonl, line 1")
+
     def test_two_user_turns_under_strict_roles(self):
         case = template_case("strict_no_system")
         record = Record((Turn("user", "w3"), Turn("user", "w4")), "w5", "a.jsonl, line 1")
