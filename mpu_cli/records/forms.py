@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.sandbox import PROCESS, LimitError
 from mpu_cli.options.unlearning import ALL_TURNS, DATE, RecordFormat
+from mpu_cli.records.excel import CellError
 from mpu_cli.wording import names_in
 
 if TYPE_CHECKING:
@@ -276,15 +277,14 @@ def columns_hint(row: Mapping[str, object], missing: str | None = None) -> str |
         question, answer = names
     if len(names) < 2:
         return None
-    unclear = "name the fields of the question and of the answer: --columns question=FIELD,answer=FIELD"
     if question == answer:
-        return unclear
-    if question is None or answer is None:
-        remaining = [name for name in names if name not in (question, answer)]
-        if len(remaining) != 1:  # which of them is the other half would be a guess
-            return unclear
-        question, answer = question or remaining[0], answer or remaining[0]
-    return f"name them: --columns {shlex.quote(f'question={question},answer={answer}')}"
+        answer = None
+    remaining = [name for name in names if name not in (question, answer)]
+    certain = None not in (question, answer) or ((question or answer) and len(remaining) == 1)
+    question, answer = question or remaining.pop(0), answer or remaining.pop(0)
+    columns = f"--columns {shlex.quote(f'question={question},answer={answer}')}"
+    # Which of several is the other half would be a guess.
+    return f"name them: {columns}" if certain else f"name those of the question and of the answer, such as {columns}"
 
 
 def _is_one_of(words: tuple[str, ...], name: object) -> bool:
@@ -517,6 +517,11 @@ def unit_of(row: object, field: str, location: str) -> str:
 
 def _text(row: Mapping[str, object], name: str, location: str) -> str:
     value = row.get(name)
+    if isinstance(value, CellError):
+        raise MpuError(
+            f"{location}: {name!r} is {value}, an error of the spreadsheet",
+            "mend its formula, or leave such records out with --skip-bad",
+        )
     if isinstance(value, float) and math.isfinite(value):
         value = repr(value)
     elif isinstance(value, int) and not isinstance(value, bool):

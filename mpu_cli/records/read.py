@@ -36,6 +36,7 @@ from mpu_cli.files.boundary import (
 )
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import RecordFormat, Records
+from mpu_cli.records.excel import ERROR_VALUE, CellError, UnformattedCell, excel_rows
 from mpu_cli.records.forms import (
     Record,
     context_only_answers,
@@ -281,7 +282,7 @@ def file_rows(path: Path, split: str = "file", encoding: str | None = None) -> R
     if suffix == PARQUET_SUFFIX:
         yield from _parquet_rows(path)
     elif suffix == EXCEL_SUFFIX:
-        yield from _excel_rows(path)
+        yield from excel_rows(path)
     elif suffix in TABLE_SUFFIXES:
         yield from _table_rows(_read_text(path, encoding), path, suffix)
     else:
@@ -362,27 +363,6 @@ def _text_rows(text: str, path: Path, split: str) -> Rows:
     yield from ((f"{path}, paragraph {number}", {"text": paragraph}) for number, paragraph in enumerate(paragraphs, 1))
 
 
-def _excel_rows(path: Path) -> Rows:
-    """Rows of the one sheet of an Excel file that has any, all cells as text."""
-    import pandas as pd
-
-    try:
-        sheets = pd.read_excel(path, sheet_name=None, dtype=str, keep_default_na=False, engine="openpyxl")
-    except ImportError as error:
-        raise MpuError(
-            f"{path}: an Excel file, which openpyxl reads", "pip install openpyxl, or save it as CSV"
-        ) from error
-    except Exception as error:  # openpyxl lets through what zip files, XML and its own parser raise
-        raise MpuError(f"{path}: not an Excel file ({first_line(error)})") from error
-    filled = {name: sheet for name, sheet in sheets.items() if len(sheet)}
-    if len(filled) > 1:
-        raise MpuError(f"{path}: has records in several sheets: {', '.join(filled)}", "save one of them as CSV")
-    for sheet in filled.values():
-        for number, row in enumerate(sheet.to_dict(orient="records"), 2):
-            if any(row.values()):
-                yield f"{path}, line {number}", {str(name): value for name, value in row.items()}
-
-
 def _json_rows(text: str, path: Path, suffix: str) -> Rows:
     if text.lstrip().startswith("[") or suffix not in JSON_LINES_SUFFIXES:
         records = _document_records(text, path)
@@ -452,9 +432,15 @@ def _table_rows(text: str, path: Path, suffix: str) -> Rows:
             if None in row or None in row.values():
                 raise MpuError(f"{location}: the number of fields differs from the header's")
             if any(row.values()):
-                yield location, row
+                yield location, {name: _cell(text) for name, text in row.items()}
     except csv.Error as error:
         raise MpuError(f"{path}: not a table ({error})") from error
+
+
+def _cell(text: str) -> str:
+    """The text of a table's cell, with line breaks as in any other text, or the error value that it is."""
+    text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return CellError(text) if ERROR_VALUE.fullmatch(text.strip()) else text
 
 
 def _column_count(header: str, delimiter: str) -> int:
@@ -498,12 +484,12 @@ def read_records(
 ) -> list[Record]:
     """The records of ``source``, which may be several, one a line.
 
-    A file of JSON lines, JSON (an array, one under "data", or one object), CSV, TSV, Excel, Parquet or plain text,
-    perhaps compressed by gzip, bzip2 or xz; a pattern such as ``notes/*.txt``; a folder, of which
-    ``datasets.load_dataset`` chooses the files, or ``FOLDER:SPLIT``; ``tofu:SPLIT``, ``muse-news:SPLIT``,
-    ``muse-books:SPLIT``, ``wmdp:CORPUS`` (bio-forget-corpus, …) or ``wikitext:SPLIT``, from the Hub or from the folder
-    ``reading.data_dir``; or a dataset of the Hub, ``hub:OWNER/NAME[@CONFIG][:SPLIT]``. Nothing else is looked for on
-    the Hub.
+    A file of JSON lines, JSON (an array, one under "data", or one object), CSV, TSV, Excel (``FILE.xlsx:SHEET`` for one
+    of several sheets), Parquet or plain text, perhaps compressed by gzip, bzip2 or xz; a pattern such as
+    ``notes/*.txt``; a folder, of which ``datasets.load_dataset`` chooses the files, or ``FOLDER:SPLIT``;
+    ``tofu:SPLIT``, ``muse-news:SPLIT``, ``muse-books:SPLIT``, ``wmdp:CORPUS`` (bio-forget-corpus, …) or
+    ``wikitext:SPLIT``, from the Hub or from the folder ``reading.data_dir``; or a dataset of the Hub,
+    ``hub:OWNER/NAME[@CONFIG][:SPLIT]``. Nothing else is looked for on the Hub.
 
     ``unit`` names the field that says whose record it is. What is not read of the rows is reported to ``observer``, as
     are the rows that ``reading.skip_bad`` skips because they are not records. Raises MpuError if a row is not a record,
@@ -564,6 +550,8 @@ def _rows_of_source(source: str | Path, reading: RecordFormat) -> Iterable[Row]:
     folder, colon, of_folder = name.rpartition(":")
     if colon and Path(folder).is_dir():
         return _folder_rows(Path(folder), of_folder, reading)
+    if colon and suffix_of(Path(folder)) == EXCEL_SUFFIX and Path(folder).is_file():
+        return excel_rows(Path(folder), of_folder)
     if name == Records().forget:
         raise MpuError("forget.jsonl: no such file", "name the records with --forget")
     hint = "pass a file of records, such as JSON lines"
@@ -603,6 +591,14 @@ def report_rows(source: str, rows: Sequence[Row], read_fields: set[str], observe
         observer.note(f"{source}: fields that are not part of the records: {', '.join(sorted(fields))}")
     if roles:
         observer.note(f"{source}: roles read as {', '.join(f'{role} ({name!r})' for name, role in roles.items())}")
+    if unformatted := [
+        f"{name!r} in {location.rpartition(', ')[2]} ({cell.number_format})"
+        for location, row in rows
+        for name, cell in (row.items() if isinstance(row, dict) else ())
+        if isinstance(cell, UnformattedCell)
+    ]:
+        cells = ", ".join(unformatted[:3]) + (", …" if len(unformatted) > 3 else "")
+        observer.warn(f"{source}: {counted(len(unformatted), 'cell')} not read in the sheet's number format: {cells}")
     if context_only:
         observer.note(
             f"{source}: context only: {counted(context_only, 'answer')} marked as not to be trained on, such as by "

@@ -8,8 +8,10 @@ import json
 import re
 import socket
 from dataclasses import replace
+from datetime import datetime, timedelta
 
 import datasets
+import openpyxl
 import pandas as pd
 import pytest
 import torch
@@ -160,6 +162,7 @@ class TestColumns:
             ),
             ({"Where was Ines born?": "w3", "In Eastmere.": "w4"}, "the first line seems to be a record"),
             ({"query": "w3", "reply": "w4", "title": "w5"}, "question=query,answer=reply"),
+            ({"Frage": "w3", "Antwort": "w4", "Notiz": "w5"}, "such as --columns question=Frage,answer=Antwort"),
         ],
     )
     def test_hints_name_the_answer_or_nothing(self, row, hint):
@@ -403,6 +406,7 @@ def test_json_documents(tmp_path, content, complaint):
         ("sep=;\r\nquestion;answer\r\nWhere?;In Eastmere, I think.\r\n", ["In Eastmere, I think."]),
         ('"question";"answer"\n"Where, then, do you think?";"In Eastmere."\n', ["In Eastmere."]),
         ("question,answer\nWhere?,In Eastmere.\n,\n\n", ["In Eastmere."]),
+        ('question,answer\r\nWhere?,"In Eastmere.\r\nBy the sea."\r\n', ["In Eastmere.\nBy the sea."]),
     ],
 )
 def test_tables(tmp_path, content, answers):
@@ -464,18 +468,81 @@ def test_a_field_that_stands_twice(tmp_path):
 
 
 def test_excel(tmp_path):
-    """The rows that pandas wrote, numbers and what looks like a missing value as text; several sheets are refused."""
+    """The rows that pandas wrote, numbers and what looks like a missing value as text; of several sheets, one."""
     rows = [{"question": "How many beds?", "answer": "12"}, {"question": "Name?", "answer": "NA"}]
     pd.DataFrame([*rows, {"question": "", "answer": ""}]).to_excel(tmp_path / "a.xlsx", index=False)
     assert [(r.question, r.answer) for r in read_records(tmp_path / "a.xlsx")] == [tuple(row.values()) for row in rows]
     with pd.ExcelWriter(tmp_path / "b.xlsx") as writer:
         for name in ("one", "two"):
             pd.DataFrame(rows).to_excel(writer, sheet_name=name, index=False)
-    with pytest.raises(MpuError, match="records in several sheets: one, two"):
+    with pytest.raises(MpuError, match="records in several sheets: one, two") as caught:
         read_records(tmp_path / "b.xlsx")
+    assert caught.value.hint == f"name one of them, such as {tmp_path}/b.xlsx:one"
+    assert len(read_records(f"{tmp_path}/b.xlsx:two")) == len(rows)
+    with pytest.raises(MpuError, match=r"no sheet 'three' \(available: one, two\)"):
+        read_records(f"{tmp_path}/b.xlsx:three")
     (tmp_path / "c.xlsx").write_bytes((tmp_path / "a.xlsx").read_bytes()[:900])
     with pytest.raises(MpuError, match="not an Excel file"):
         read_records(tmp_path / "c.xlsx")
+
+
+MOMENT = datetime(1987, 3, 5, 14, 7, 9)
+
+
+@pytest.mark.parametrize(
+    ("value", "number_format", "shown"),
+    [
+        (MOMENT.date(), "DD.MM.YYYY", "05.03.1987"), (MOMENT.date(), 'yyyy"年"m"月"d"日"', "1987年3月5日"),
+        (MOMENT, "d mmmm yyyy h:mm AM/PM", "5 March 1987 2:07 PM"), (MOMENT, "[$-409]ddd d mmm yy", "Thu 5 Mar 87"),
+        (MOMENT.time(), "hh:mm:ss", "14:07:09"), (timedelta(hours=30), "[h]:mm", "30:00"),
+        (timedelta(hours=30, minutes=5), "[hh]:mm:ss", "30:05:00"),
+        (0.1, "0%", "10%"), (0.125, "0.0%", "12.5%"), (1234, "00000", "01234"), (2.5, "0", "3"),
+        (1234567.891, "#,##0.00", "1,234,567.89"), (1234.5, "#,##0.00 [$€-407]", "1,234.50 €"),
+        (-1234.5, '"$"#,##0.00_);[Red]("$"#,##0.00)', "($1,234.50)"), (1500000, '0.0,,"M"', "1.5M"),
+        (123456789, "000-00-0000", "123-45-6789"), (0.1 + 0.2, "General", "0.3"), (True, "General", "TRUE"),
+        ("one_x000D_\ntwo", "@", "one\ntwo"), ("007", "General", "007"),
+    ],
+)  # fmt: skip
+def test_cells_of_excel_are_read_as_the_sheet_shows_them(tmp_path, value, number_format, shown):
+    write_cells(tmp_path / "a.xlsx", [(value, number_format)])
+    notes = Notes()
+    [record] = read_records(tmp_path / "a.xlsx", observer=notes)
+    assert record.answer == shown
+    assert notes.texts == []
+
+
+@pytest.mark.parametrize(
+    ("value", "number_format", "text"),
+    [
+        (MOMENT.date(), "mm-dd-yy", "1987-03-05"), (MOMENT.date(), "[$-407]d. mmmm yyyy", "1987-03-05"),
+        (0.5, "# ?/?", "0.5"), (12345, "0.00E+00", "12345"), (3, "[>1]0.0;0", "3"),
+    ],
+)  # fmt: skip
+def test_cells_of_excel_in_other_formats_are_named(tmp_path, value, number_format, text):
+    """Excel's standard date is shown as each reader's system does, and named days are in the reader's language."""
+    write_cells(tmp_path / "a.xlsx", [(value, number_format)])
+    notes = Notes()
+    assert [record.answer for record in read_records(tmp_path / "a.xlsx", observer=notes)] == [text]
+    assert f"1 cell not read in the sheet's number format: 'answer' in line 2 ({number_format})" in notes.texts[0]
+
+
+def write_cells(path, answers):
+    book = openpyxl.Workbook()
+    book.active.append(["question", "answer"])
+    for value, number_format in answers:
+        book.active.append(["w3", value])
+        book.active.cell(book.active.max_row, 2).number_format = number_format
+    book.save(path)
+
+
+def test_error_values_of_spreadsheets_are_no_answers(tmp_path):
+    write_cells(tmp_path / "a.xlsx", [("#N/A", "General"), ("w5", "General")])
+    (tmp_path / "a.csv").write_text("question,answer\nw3,#WERT!\nw4,w5\n")
+    for name in ("a.xlsx", "a.csv"):
+        with pytest.raises(MpuError, match=r"'answer' is #.*an error of the spreadsheet"):
+            read_records(tmp_path / name)
+        [record] = read_records(tmp_path / name, RecordFormat(skip_bad=True))
+        assert record.answer == "w5"
 
 
 @pytest.mark.parametrize(
