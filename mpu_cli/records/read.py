@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from glob import glob, has_magic
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -56,6 +56,7 @@ from mpu_cli.wording import counted
 # Files of records: which of a folder are read, and their rows.
 
 DELIMITERS = ",;\t|"
+SAMPLED_ROWS = 200  # by which a table's delimiter is recognised
 TEXT_SUFFIXES = (".txt", ".md")
 JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 TABLE_SUFFIXES = (".csv", ".tsv")
@@ -414,7 +415,7 @@ def _is_list_of_records(value: object) -> bool:
 
 
 def _table_rows(text: str, path: Path, suffix: str) -> Rows:
-    """Rows of a CSV or TSV file, without empty ones. Its delimiter is the one that gives the header most columns."""
+    """Rows of a CSV or TSV file, without empty ones."""
     csv.field_size_limit(sys.maxsize)  # a field may hold a whole text
     try:
         file = io.StringIO(text, newline="")
@@ -422,7 +423,7 @@ def _table_rows(text: str, path: Path, suffix: str) -> Rows:
         if header.lower().startswith("sep="):  # Excel's line, which names the delimiter
             start, header = file.tell(), file.readline()
         file.seek(start)
-        delimiter = "\t" if suffix == ".tsv" else max(DELIMITERS, key=lambda mark: _column_count(header, mark))
+        delimiter = "\t" if suffix == ".tsv" else _delimiter(text[start:], header, path)
         reader = csv.DictReader(file, delimiter=delimiter, strict=True)
         twice = repeated(name for name in reader.fieldnames or () if name)
         if twice is not None:
@@ -441,6 +442,29 @@ def _cell(text: str) -> str:
     """The text of a table's cell, with line breaks as in any other text, or the error value that it is."""
     text = text.replace("\r\n", "\n").replace("\r", "\n")
     return CellError(text) if ERROR_VALUE.fullmatch(text.strip()) else text
+
+
+def _delimiter(table: str, header: str, path: Path) -> str:
+    """Which of DELIMITERS gives the header most columns, of those by which the first rows have as many as the header,
+    if there are some. Raises MpuError if that is true of several."""
+    counts = {mark: _column_count(header, mark) for mark in DELIMITERS}
+    fitting = [mark for mark, count in counts.items() if count > 1 and _has_columns(table, mark, count)]
+    marks = fitting or DELIMITERS
+    widest = [mark for mark in marks if counts[mark] == max(counts[each] for each in marks)]
+    if fitting and len(widest) > 1:
+        raise MpuError(
+            f"{path}: its columns may be delimited by {' or by '.join(map(repr, widest))}",
+            f"put a line above the header that says which, such as sep={widest[-1]}",
+        )
+    return widest[0]
+
+
+def _has_columns(table: str, delimiter: str, count: int) -> bool:
+    try:
+        rows = islice(csv.reader(io.StringIO(table, newline=""), delimiter=delimiter, strict=True), SAMPLED_ROWS)
+        return all(len(row) in (0, count) for row in rows)
+    except csv.Error:
+        return False
 
 
 def _column_count(header: str, delimiter: str) -> int:

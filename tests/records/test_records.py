@@ -406,6 +406,8 @@ def test_json_documents(tmp_path, content, complaint):
         ("sep=;\r\nquestion;answer\r\nWhere?;In Eastmere, I think.\r\n", ["In Eastmere, I think."]),
         ('"question";"answer"\n"Where, then, do you think?";"In Eastmere."\n', ["In Eastmere."]),
         ("question,answer\nWhere?,In Eastmere.\n,\n\n", ["In Eastmere."]),
+        ("question;answer;place, year, source\nWhere?;In Eastmere.;north, 1984\n", ["In Eastmere."]),
+        ("question,answer,place;year;source\nWhere?,In Eastmere.,north;1984\n", ["In Eastmere."]),
         ('question,answer\r\nWhere?,"In Eastmere.\r\nBy the sea."\r\n', ["In Eastmere.\nBy the sea."]),
     ],
 )
@@ -465,6 +467,13 @@ def test_a_field_that_stands_twice(tmp_path):
         (tmp_path / name).write_text(text)
         with pytest.raises(MpuError, match="an object with 'answer' twice"):
             read_records(tmp_path / name)
+
+
+def test_a_table_that_two_delimiters_fit_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("question;answer, in short\nWhere?;In Eastmere, I think.\n")
+    with pytest.raises(MpuError, match="delimited by ',' or by ';'") as caught:
+        read_records(tmp_path / "a.csv")
+    assert "sep=;" in caught.value.hint
 
 
 def test_excel(tmp_path):
