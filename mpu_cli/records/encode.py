@@ -440,8 +440,10 @@ def _with_arguments_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hint(record: Record, problem: object) -> str | None:
-    """What to do about a dialogue that a template rejected, if its roles tell; None where the template's own words
-    name the system's, which every record may have."""
+    """What to do about a dialogue that a template rejected, if the template's date or the dialogue's roles tell; None
+    where the template's own words name the system's, which every record may have."""
+    if forms.COMPUTED_DATE in str(problem):
+        return "its date cannot be fixed with --date: use --template plain, or write the format into strftime_now"
     if "system" in str(problem).lower():
         return None
     roles = [turn.role for turn in record.turns if turn.role != "system"]

@@ -211,10 +211,11 @@ def render(
 
 _FORMATS = ("%d %b %Y", "%Y-%m-%d")
 _CALL = re.compile(r"strftime_now\(\s{0,9}(?:format\s{0,9}=\s{0,9})?([\"'])([^\"']{0,100})\1\s{0,9}\)")
+COMPUTED_DATE = "computed date format"
 # Replaces transformers' function, which reads the clock and cannot be overridden.
 _MACRO = (
-    "{%- macro strftime_now(format) -%}{%- if format not in mpu_date -%}"
-    "{{ raise_exception('computed date format: ' + format) }}{%- endif -%}{{ mpu_date[format] }}{%- endmacro %}"
+    "{%- macro strftime_now(format) -%}{%- if format not in mpu_date -%}{{ raise_exception('" + COMPUTED_DATE + ": ' "
+    "+ format) }}{%- endif -%}{{ mpu_date[format] }}{%- endmacro %}"
 )
 
 

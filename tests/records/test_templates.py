@@ -199,6 +199,15 @@ class TestLabels:
         assert texts[True][0] == "<think>" + texts[False][0]
         assert texts[True][1] == texts[False][1] == "Eastmere<|im_end|>"
 
+    def test_a_date_whose_format_is_computed(self) -> None:
+        """The hint is about the date, whatever the record's roles."""
+        case = template_case("qwen2_5")
+        tokenizer = tokenizer_with(replace(case, template="{{ strftime_now('%d' + ' %B') }}" + case.template))
+        turns = (Turn("user", "Where?"), Turn("tool", "Eastmere"))
+        with pytest.raises(MpuError, match="computed date format: %d %B") as refused:
+            Encoding(tokenizer).encode([Record(turns, "In Eastmere.", "a.jsonl, line 1")])
+        assert "--date" in str(refused.value.hint)
+
     def test_a_template_that_prints_no_answer(self) -> None:
         case = template_case("qwen2_5")
         tokenizer = tokenizer_with(replace(case, template="{{ messages[0].content }}<|im_end|>"))
