@@ -21,7 +21,7 @@ from mpu_cli.measuring import relearning as relearning_attacks
 from mpu_cli.measuring.benchmarks.base import Benchmark, Split
 from mpu_cli.measuring.encoding import Encoder, Item, TrainedEncoder, encoder_of
 from mpu_cli.measuring.endpoint import UNSERVED_METRICS, Endpoint, check_installed, run_tasks
-from mpu_cli.measuring.generation import Answer, Shown, answer, reading
+from mpu_cli.measuring.generation import Answer, Shown, answer, reading, remark_on_generation
 from mpu_cli.measuring.metrics import GRADIENTS, REFERENCE, SIDES, Metric, MetricResult, attack_key, gradient_norms
 from mpu_cli.measuring.results import Findings, Subject, digest_of, facts_of, read_findings
 from mpu_cli.measuring.retain import RetainLog, read_retain_log
@@ -231,6 +231,9 @@ def carry_out(
     splits = {id(split): split for each in todo for split in each.splits}.values()
     for remark in run.encoder.encoding.remarks(sum(len(split.rows) for split in splits)):
         observer.warn(remark)
+    asks = any(key.endswith(".text") for each in todo for key in each.keys)
+    if asks and not subject.endpoint and (remark := remark_on_generation(run.model)):
+        observer.note(remark)
     if run.follows_suite and (hidden_token := token_hidden_by_the_suite(run, todo)) is not None:
         observer.note(
             f"OpenUnlearning's own numbers of this model differ: it hides {hidden_token!r} from the model wherever it "

@@ -48,6 +48,14 @@ HARMLESS = {
 }  # fmt: skip
 
 
+def remark_on_generation(model: PreTrainedModel) -> str | None:
+    """Which entries of the model's generation config would end or choose its answers otherwise, but are not used."""
+    config = model.generation_config
+    entries = {"num_beams": (config.num_beams or 1) > 1, "stop_strings": config.stop_strings}
+    unused = " and ".join(name for name, value in entries.items() if value)
+    return f"generation_config.json: answers are greedy, without its {unused}" if unused else None
+
+
 @dataclass(frozen=True)
 class Answer:
     """Texts without special tokens: the prompt, the true answer and the model's answer."""
@@ -327,6 +335,8 @@ class Respondent:
     def answers(self, records: Sequence[Record], limit: int = LONGEST_ANSWER, observer: Observer = SILENT) -> list[str]:
         """The greedy answer to the question of each record, at most ``limit`` tokens."""
         items = self._encoder.questions(records)
+        if remark := remark_on_generation(self._model):
+            observer.note(remark)
         observer.stage("answer", len(items), "answers")
         answers = answer(
             self._model, self._tokenizer, items, [[]] * len(items), limit=limit, batch_size=BATCH,

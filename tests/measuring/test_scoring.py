@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -278,6 +280,23 @@ class TestGeneration:
         assert again == plain
         assert max(widest) <= together // 3
         assert len(widest) < 12
+
+    @pytest.mark.parametrize(
+        ("entries", "reported"),
+        [({"num_beams": 4, "stop_strings": ["w5"]}, "num_beams and stop_strings"), ({"temperature": 0.5}, None)],
+    )
+    def test_unused_entries_of_the_generation_config_are_reported(
+        self, mpu: Callable, tmp_path: Path, entries: dict, reported: str | None
+    ) -> None:
+        model = save(random_model("llama"), tmp_path / "model")
+        config = json.loads((model / "generation_config.json").read_text())
+        (model / "generation_config.json").write_text(json.dumps(config | entries))
+        (tmp_path / "a.jsonl").write_text(json.dumps({"question": "w3", "answer": "w4"}))
+        common = ("eval", model, "--benchmark", "qa", "--forget", "a.jsonl", "--force", "--metrics")
+        outcome = mpu(*common, "forget_Q_A_ROUGE", cwd=tmp_path)
+        assert ("generation_config.json: answers are greedy" in outcome.err) is (reported is not None)
+        assert f"without its {reported}" in outcome.err or reported is None
+        assert "generation_config.json" not in mpu(*common, "forget_Q_A_Prob", cwd=tmp_path).err
 
     def test_the_generation_config_is_honoured(self, tmp_path: Path) -> None:
         """Matches transformers' greedy generation, which OpenUnlearning uses; drafts know only the most likely
