@@ -195,6 +195,8 @@ class Verdict:
             return None
         if not self.max_left < self.left.estimate < 1:  # what stands out says nothing of the step
             return None
+        if not self.max_left:  # which no step reaches
+            return None
         # The step for which left^(step²) is max_left, in tenths.
         step = math.ceil(10 * math.sqrt(math.log(self.max_left) / math.log(self.left.estimate))) / 10
         would_be_kept = 1 - step * (1 - self.kept.estimate)
