@@ -518,7 +518,7 @@ def evaluate(
     shown: list[Shown] = []
     if shown_split:
         answers = entries.get(f"{shown_split.name}.text", [])[:show]
-        before = entries.get(before_key(show)) or [{"generation": None}] * show
+        before = entries.get(before_key(show)) or [{"generation": None}] * len(answers)
         shown = [
             Shown(record.question, now["ground_truth"], then["generation"], now["generation"])
             for record, now, then in zip(shown_split.records, answers, before, strict=False)

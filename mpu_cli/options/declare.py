@@ -24,6 +24,7 @@ from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get
 
 from mpu_cli.errors import UsageError
 
+SMALLEST, LARGEST = 1e-30, 1e30  # sizes of a number but 0: its square and its inverse are finite in float64
 RECORDS = "DATA"  # the metavar of options that name records, of one source or of several
 Group = TypeVar("Group")
 AnyClass = Any  # a dataclass that declares options: typeshed does not take type[Group] for hashable
@@ -41,7 +42,8 @@ class Options:
 
 @dataclass(frozen=True)
 class Range:
-    """The finite numbers that an option accepts: at least ``least``, more than ``above``, less than ``below``."""
+    """The numbers that an option accepts: at least ``least``, more than ``above``, less than ``below``, and of a size
+    that can be computed with."""
 
     least: float | None = None
     above: float | None = None
@@ -49,7 +51,7 @@ class Range:
 
     def __contains__(self, value: float) -> bool:
         return (
-            math.isfinite(value)
+            is_computable(value)
             and (self.least is None or value >= self.least)
             and (self.above is None or value > self.above)
             and (self.below is None or value < self.below)
@@ -66,6 +68,11 @@ class Range:
         if self.below is not None:
             bounds.append(f"below {self.below:g}" if self.below < 1e6 else f"below 2^{math.log2(self.below):g}")
         return " and ".join(bounds) or "a finite number"
+
+
+def is_computable(value: float) -> bool:
+    """Whether a number is finite, and neither so large nor so small that computing with it ends in infinity."""
+    return value == 0 or SMALLEST <= abs(value) <= LARGEST
 
 
 @dataclass(frozen=True)
@@ -137,8 +144,10 @@ class Declaration:
         allowed = self.range or Range()
         if not isinstance(value, int | float) or isinstance(value, bool) or value in allowed:
             return
-        finite = "" if math.isfinite(value) or allowed == Range() else "finite and "
         label = f"{where}{self.name} =" if where else self.flag
+        if math.isfinite(value) and not is_computable(value):
+            raise UsageError(f"{label} {value}: must be 0 or between {SMALLEST:g} and {LARGEST:g} in size")
+        finite = "" if math.isfinite(value) or allowed == Range() else "finite and "
         raise UsageError(f"{label} {value}: must be {finite}{allowed}")
 
 

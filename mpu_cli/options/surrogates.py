@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from mpu_cli.options.declare import Options, group, option
-from mpu_cli.options.unlearning import DEVICE, DP_UNIT, ChatTemplate, RecordFormat
+from mpu_cli.options.unlearning import DEVICE, DP_UNIT, MOST_EPSILON, ChatTemplate, RecordFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,7 +16,9 @@ class TermRelease(Options):
 
     PANEL: ClassVar[str] = "Differential privacy of the records"
 
-    dp_epsilon: float = option(1.0, "ε of the release; further releases and trainings add to it.", above=0)
+    dp_epsilon: float = option(
+        1.0, "ε of the release; further releases and trainings add to it.", above=0, below=MOST_EPSILON
+    )
     dp_delta: float = option(
         1e-6, "δ of the release: at most so likely gets out what a single record says.", above=0, below=1
     )

@@ -24,6 +24,7 @@ DATE = "10 Apr 2025"  # OpenUnlearning's
 
 AUTO: Literal["auto"] = "auto"  # of --lr and --precision
 ALL_TURNS = "all"  # of --turns
+MOST_EPSILON = 500  # of records: accounting takes memory that grows with ε, and such a bound says nothing
 DP_UNIT = "Field that names the person of a record: all records of one are protected together."
 DEVICE = "Device to compute on, by torch's name: cpu, cuda, cuda:1, … (default: CUDA if there is one)."
 
@@ -243,7 +244,9 @@ class Privacy(Options):
 
     PANEL: ClassVar[str] = "Differential privacy of the records"
 
-    dp_epsilon: float | None = option(None, "ε of per-record differential privacy, for one delta.", above=0)
+    dp_epsilon: float | None = option(
+        None, "ε of per-record differential privacy, for one delta.", above=0, below=MOST_EPSILON
+    )
     dp_delta: float = option(1e-5, "δ for --dp-epsilon.", above=0, below=1)
     dp_max_grad_norm: float = option(1.0, "Clip the gradient norm of each record at this.", above=0)
     dp_unit: str | None = option(None, DP_UNIT, metavar="COLUMN")
