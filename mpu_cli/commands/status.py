@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.manifest import CopyManifest, round_folder
+from mpu_cli.files.visible import visible
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
 from mpu_cli.options.declare import option
@@ -252,15 +253,15 @@ def _server_key_here() -> str | None:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """The first entries of a folder that are not links, which could lead anywhere."""
-    return [path for path in islice(folder.iterdir(), MAX_ENTRIES) if not path.is_symlink()]
+    """Of the first entries of a folder those that are not hidden, nor links, which could lead anywhere."""
+    return [path for path in visible(islice(folder.iterdir(), MAX_ENTRIES)) if not path.is_symlink()]
 
 
 def _folders_in(folder: Path) -> list[Path]:
     """Folders two levels down, which are no models."""
 
     def inside(outer: Path) -> list[Path]:
-        folders = [path for path in _entries(outer) if path.is_dir() and not path.name.startswith(".")]
+        folders = [path for path in _entries(outer) if path.is_dir()]
         return [path for path in folders if not (path / "config.json").exists()]
 
     first = inside(folder)

@@ -21,6 +21,7 @@ from msgspec import Meta
 
 from mpu_cli.errors import MpuError, first_line
 from mpu_cli.files.boundary import Document, once_each, open_regular, read_document
+from mpu_cli.files.visible import visible
 from mpu_cli.heap import keep_freed_memory
 from mpu_cli.wording import few
 
@@ -315,8 +316,8 @@ def _weights_in(directory: Path) -> Path:
     for name in (WEIGHTS_NAME, INDEX_NAME):  # in the same order as transformers, so that both read the same file
         if os.path.lexists(directory / name):
             return directory / name
-    indexes = sorted(directory.glob(f"*.safetensors{INDEX}"))
-    files = sorted(directory.glob("*.safetensors"))
+    indexes = visible(directory.glob(f"*.safetensors{INDEX}"))
+    files = visible(directory.glob("*.safetensors"))
     for candidates in (indexes, files):
         if len(candidates) == 1:
             return candidates[0]
@@ -327,12 +328,12 @@ def _weights_in(directory: Path) -> Path:
         )
     if files:
         raise MpuError(f"{directory}: {len(files)} .safetensors files but no {INDEX_NAME}", "specify which file to use")
-    if pickles := sorted(p for p in directory.iterdir() if p.suffix in PICKLES):
+    if pickles := [p for p in visible(directory.iterdir()) if p.suffix in PICKLES]:
         raise MpuError(
             f"{directory}: {pickles[0].name} is a pickle, which can run code when loaded",
             "convert it to safetensors in an environment you trust (transformers: save_pretrained) and try again",
         )
-    for path in sorted(directory.glob("*.gguf")):
+    for path in visible(directory.glob("*.gguf")):
         read_header(path)  # says what it is
     raise MpuError(f"{directory}: no weights found ({WEIGHTS_NAME} or {INDEX_NAME})")
 

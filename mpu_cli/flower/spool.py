@@ -29,6 +29,7 @@ from mpu_cli.files.boundary import BLOCK, copy_bounded, private_folder, random_n
 from mpu_cli.files.folder import Folder
 from mpu_cli.files.manifest import MANIFEST_NAME, CopyManifest
 from mpu_cli.files.reader import INDEX_NAME, WEIGHTS_NAME
+from mpu_cli.files.visible import visible
 from mpu_cli.model.source import SIDE_FILES
 
 COPY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}/round_[0-9]{1,6}/copy_[0-9]{1,6}")
@@ -263,7 +264,7 @@ def files_of(path: Path) -> list[Path]:
     """``path`` if it is a file, the files in it if it is a directory; none if there is nothing."""
     if path.is_file():
         return [path]
-    return sorted(path.iterdir()) if path.is_dir() else []
+    return visible(path.iterdir()) if path.is_dir() else []
 
 
 def digest_of(path: Path) -> str:

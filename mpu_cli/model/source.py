@@ -18,6 +18,7 @@ from mpu_cli.files.boundary import LARGEST_TOKENIZER, read_bounded, read_json_ob
 from mpu_cli.files.folder import JSON_FILES, clean_config, left_out_of
 from mpu_cli.files.manifest import MANIFEST_NAME
 from mpu_cli.files.reader import ADAPTER_CONFIG, INDEX, OPTION, PICKLES, SHARD, WORD, Checkpoint, open_checkpoint
+from mpu_cli.files.visible import visible
 from mpu_cli.files.writer import TensorSpecs
 from mpu_cli.model.layout import Layout, layout_of
 
@@ -254,9 +255,9 @@ def not_in_copies(model: Model) -> list[str]:
 
 def _beside(model: Model) -> list[PurePath]:
     """The files in the folder of ``model`` that are neither weights nor written anew for what is made of it."""
-    paths = [*model.folder.glob("*"), *model.folder.glob("*/*.jinja")]
+    paths = visible([*model.folder.glob("*"), *model.folder.glob("*/*.jinja")])
     names = [path.relative_to(model.folder) for path in paths if path.is_file()]
-    ignored = (*_WEIGHTS, *_REPLACED, ".*")
+    ignored = (*_WEIGHTS, *_REPLACED)
     return sorted(name for name in names if not _is_one_of(name, ignored))
 
 

@@ -25,6 +25,7 @@ from mpu_cli.files.reader import (
     worker_pool,
 )
 from mpu_cli.files.transaction import Transaction
+from mpu_cli.files.visible import visible
 from mpu_cli.files.writer import MAX_SHARD, CheckpointWriter, TensorSpecs, nbytes_of
 from mpu_cli.model.layout import EMBEDDING, Layout, Shallow, TensorLayout, without_layers
 from mpu_cli.model.source import Model
@@ -57,9 +58,7 @@ def delta_paths(paths: Iterable[Path]) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir() and not list(path.glob("*.index.json")):
-            inside = sorted(
-                p for p in path.iterdir() if not p.name.startswith(".") and (p.suffix == ".safetensors" or p.is_dir())
-            )
+            inside = [p for p in visible(path.iterdir()) if p.suffix == ".safetensors" or p.is_dir()]
             if not inside:
                 raise MpuError(f"{path}: contains no deltas (*.safetensors)", "name what `mpu unlearn` wrote")
             if linked := [p for p in inside if p.is_symlink()]:

@@ -45,6 +45,18 @@ class TestAggregate:
             for name in raw:
                 torch.testing.assert_close(actual[name], raw[name])
 
+    def test_what_macos_puts_beside_files_is_passed(self, mpu, publication):
+        """AppleDouble files and __MACOSX, among deltas and beside weights under a name of their own."""
+        (publication / "base/model.safetensors").rename(publication / "base/weights.safetensors")
+        (publication / "deltas/__MACOSX").mkdir()
+        for name in ("deltas/._copy_1.safetensors", "deltas/__MACOSX/._copy_2.safetensors",
+                     "base/._weights.safetensors"):  # fmt: skip
+            (publication / name).write_bytes(bytes.fromhex("0005160700020000") + b"Mac OS X        " + bytes(4072))
+        arguments = ("--base", publication / "base")
+        aggregate(mpu, publication, publication / "deltas", *arguments)
+        assert (publication / "unlearned/model.safetensors").is_file()
+        assert "._" not in mpu("status", cwd=publication).out
+
     def test_server_lr_scales_the_update(self, mpu, publication):
         before = tensors(publication / "base")
         updates = []
