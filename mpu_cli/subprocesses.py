@@ -74,7 +74,7 @@ def run_mpu(
     """
     started_by = [*launcher, "mpu_cli", *arguments] if launcher else python_command("mpu_cli.entry", "main", *arguments)
     process = subprocess.Popen(
-        started_by, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=folder,
+        started_by, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace", cwd=folder,
         env=safe_environment(**(environment or {})),
     )  # fmt: skip
     _RUNNING.add(process)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mpu_cli.errors import MpuError
+from mpu_cli.text import read_text
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -25,7 +26,7 @@ def parse_value(text: str) -> object:
 def read_toml(path: Path) -> dict[str, Any]:
     """The document in ``path``. Raises MpuError if it cannot be read or is not TOML."""
     try:
-        return tomllib.loads(path.read_bytes().decode())
+        return tomllib.loads(read_text(path))
     except OSError as error:
         raise MpuError(f"{path}: cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

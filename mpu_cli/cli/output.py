@@ -40,7 +40,8 @@ def emit(lines: Iterable[object], document: object, as_json: bool) -> None:
     """Print the result of a command: lines (mostly paths) or one JSON document."""
     out = _results or sys.stdout
     if as_json:
-        text = json.dumps(_plain(document), indent=2, ensure_ascii=False)
+        is_unicode = (getattr(out, "encoding", None) or "utf-8").lower().startswith("utf")
+        text = json.dumps(_plain(document), indent=2, ensure_ascii=not is_unicode)
         # Names in files of others may hold what a terminal obeys; in JSON it can be written as an escape.
         print("".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text), file=out)
     else:

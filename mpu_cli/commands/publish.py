@@ -16,6 +16,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, MODEL_CONFIG, Command, Opening, Preview, Report
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.publishing import RANDOM, Disguise, Publishing
+from mpu_cli.text import read_text
 from mpu_cli.wording import few
 
 if TYPE_CHECKING:
@@ -137,7 +138,7 @@ class Publish(Command):
             passphrase = read_passphrase(self.opening.passphrase_file, observer, new=True) if by_passphrase else None
         parsed = parse_recipients(recipients, "--copy-recipients")
         for part in dict.fromkeys(recipients):
-            if not part.startswith("age1") and "AGE-SECRET-KEY-" in Path(part).read_text(encoding="utf-8"):
+            if not part.startswith("age1") and "AGE-SECRET-KEY-" in read_text(Path(part)):
                 observer.warn(f"{part}: holds a secret key; a client sends its public key alone, age1…")
         target = Target(
             out=self.out or round_folder(Path("."), round_),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.observer import Observer
 from mpu_cli.options.command import Opening
+from mpu_cli.text import read_text
 
 if TYPE_CHECKING:
     from mpu_cli.protocol.keys import Keys
@@ -32,7 +33,7 @@ def read_passphrase(file: Path | None, observer: Observer, *, new: bool) -> str:
     """The first line of ``file``, or what is typed on the terminal, twice if it is a ``new`` passphrase."""
     if file is not None:
         try:
-            lines = file.read_text(encoding="utf-8").splitlines()
+            lines = read_text(file).splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise MpuError(f"{file}: cannot read the passphrase") from error
         secret = lines[0] if lines else ""

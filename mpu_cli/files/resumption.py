@@ -103,7 +103,7 @@ def read_lines(path: Path, hint: str, *, links: bool = True) -> list[dict[str, A
     finished = content[: content.rfind(b"\n") + 1]
     try:
         # Not splitlines, which also splits at characters that JSON strings may hold, such as U+2028.
-        lines = [json.loads(line) for line in finished.decode().split("\n") if line]
+        lines = [json.loads(line) for line in finished.decode("utf-8-sig").split("\n") if line]
     except (ValueError, RecursionError) as error:
         raise MpuError(f"{path}: damaged ({first_line(error)})", hint) from error
     if not all(isinstance(line, dict) for line in lines):

@@ -20,6 +20,7 @@ from mpu_cli.files.reader import AGE_HEADER
 from mpu_cli.files.transaction import Transaction, remove_abandoned
 from mpu_cli.observer import Observer
 from mpu_cli.subprocesses import process_count
+from mpu_cli.text import read_text
 
 _BUFFER = 1 << 20  # bytes
 MAX_HEADER = 8 << 10  # bytes of an age file before its payload: a recipient takes about 100
@@ -71,7 +72,7 @@ def own_secret(path: Path, what: str, hint: str) -> bytes:
         finally:
             fresh.unlink(missing_ok=True)
     try:
-        secret = bytes.fromhex(path.read_text(encoding="ascii").strip())
+        secret = bytes.fromhex(read_text(path).strip())
     except (OSError, ValueError) as error:
         raise MpuError(f"{path}: cannot be read as {what}", hint) from error
     if len(secret) != SECRET_BYTES:
@@ -90,7 +91,7 @@ def write_private(path: Path, content: bytes) -> None:
 def read_identities(path: Path) -> list[pyrage.x25519.Identity]:
     """The identities in an age identity file (one per line, ``#`` starts a comment)."""
     try:
-        lines = [line.strip() for line in path.read_text().splitlines()]
+        lines = [line.strip() for line in read_text(path).splitlines()]
     except OSError as error:
         raise MpuError(
             f"{path}: cannot read the identity file: {error.strerror}", "specify yours with --identity"
@@ -123,7 +124,7 @@ def parse_recipients(texts: Sequence[str], option: str = "--recipient") -> list[
 
 def _public_key_in(path: str, option: str) -> str:
     try:
-        words = Path(path).read_text(encoding="utf-8").split()
+        words = read_text(Path(path)).split()
     except (OSError, UnicodeDecodeError) as error:
         raise MpuError(f"{option} {path}: neither an age public key (age1…) nor a file containing one") from error
     public_keys = sorted({word for word in words if word.startswith("age1")})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import html
+import io
 import itertools
 import json
 import math
@@ -27,6 +28,7 @@ from mpu_cli.measuring.plots import PALETTE, draw_relearning, html_table, legend
 from mpu_cli.measuring.results import distinct_best, goal, half_interval, main_metrics
 from mpu_cli.options.declare import declared_options
 from mpu_cli.options.experiment import Experiment
+from mpu_cli.text import read_text
 from mpu_cli.toml import read_toml
 from mpu_cli.wording import counted, few
 
@@ -575,8 +577,7 @@ def published_results(path: Path, bases: Sequence[str] = ()) -> list[dict[str, A
 def _from_table(file: Path, table: str, source: str, bases: Sequence[str]) -> Iterator[dict[str, Any]]:
     """A line for each result in ``table``, which is several rows: one for each metric."""
     try:
-        with file.open(encoding="utf-8", newline="") as opened:
-            rows = [row for row in csv.DictReader(opened) if row.get("table") == table]
+        rows = [row for row in csv.DictReader(io.StringIO(read_text(file), newline="")) if row.get("table") == table]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise MpuError(f"{file}: cannot be read as a table ({error})") from error
     if not rows:

@@ -20,6 +20,7 @@ from mpu_cli.options.unlearning import Privacy
 from mpu_cli.records.forms import Record, check_units, question, remarks_on_units
 from mpu_cli.records.read import read_records
 from mpu_cli.records.terms import MAX_TERM, prompt_of
+from mpu_cli.text import read_text
 from mpu_cli.training.data import Dataset, records_digest
 from mpu_cli.training.leakage import TermMechanism, release_terms, term_mechanism
 from mpu_cli.training.ledger import LedgerEntry, default_ledger_path, write_down
@@ -156,7 +157,7 @@ def _evenly_spaced(prompts: Sequence[str], count: int) -> list[str]:
 
 def _read_prompts(path: Path) -> list[str]:
     try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+        lines = [line.strip() for line in read_text(path).splitlines() if line.strip()]
     except (OSError, UnicodeDecodeError) as error:
         raise MpuError(f"{path}: cannot read the prompts") from error
     without = next((line for line in lines if PLACEHOLDER not in line), None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bz2
-import codecs
 import csv
 import gzip
 import io
@@ -34,6 +33,7 @@ from mpu_cli.files.boundary import (
     read_bounded,
     repeated,
 )
+from mpu_cli.files.visible import is_hidden, visible
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import RecordFormat, Records
 from mpu_cli.records.excel import ERROR_VALUE, CellError, UnformattedCell, excel_rows
@@ -51,6 +51,7 @@ from mpu_cli.records.forms import (
     unread_fields,
     unread_marks,
 )
+from mpu_cli.text import MARK, encoding_of
 from mpu_cli.wording import counted
 
 # Files of records: which of a folder are read, and their rows.
@@ -68,10 +69,6 @@ OFFICE_FILES = {
     ".rtf": "a text document", ".ods": "a spreadsheet", ".xls": "an old Excel file",
 }  # fmt: skip
 SHEETS = (".ods", ".xls")
-BYTE_ORDER_MARKS = {  # that of UTF-32 begins with that of UTF-16
-    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
-    codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
-}  # fmt: skip
 COMPRESSED: Mapping[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 MOST_EXPANDED, SMALL = 100, 1 << 20  # times the size of a compressed file and this many bytes: text is 3 to 20 times
 PARAGRAPHS = "paragraphs"  # of --split
@@ -95,11 +92,11 @@ def suffix_of(path: Path) -> str:
 
 
 def files_at(path: Path) -> list[Path]:
-    """The file at ``path``, or those that it is a pattern of; none if there are none.
+    """The file or pipe at ``path``, or the files that it is a pattern of; none if there are none.
 
     Raises MpuError for a file of a pattern that does not hold records by its name.
     """
-    if path.is_file():
+    if path.is_file() or path.is_fifo():
         return [path]
     if not has_magic(str(path)):
         return []
@@ -159,7 +156,7 @@ def _commonest_pattern(files: list[Path]) -> str:
 
 def _is_beside_the_data(file: Path, folder: Path) -> bool:
     """Whether a file is hidden, or documents a data set rather than holding its records."""
-    if any(part.startswith((".", "__")) for part in file.relative_to(folder).parts) or file.name in DATASET_FILES:
+    if any(map(is_hidden, file.relative_to(folder).parts)) or file.name in DATASET_FILES:
         return True
     structured = {*RECORD_SUFFIXES} - {*TEXT_SUFFIXES}
     return bool(DOCUMENTATION.fullmatch(file.stem)) and suffix_of(file) not in structured
@@ -258,7 +255,7 @@ def saved_dataset_rows(folder: Path, split: str | None) -> Rows:
     import datasets
 
     if split is None and (folder / DATASET_DICT).is_file():
-        names = sorted(path.name for path in folder.iterdir() if path.is_dir())
+        names = [path.name for path in visible(folder.iterdir()) if path.is_dir()]
         if len(names) != 1:
             raise MpuError(f"{folder}: has the splits {', '.join(names) or 'none'}", f"choose one: {folder}:SPLIT")
         [split] = names
@@ -295,7 +292,9 @@ def _read_text(path: Path, encoding: str | None) -> str:
     """The text of a file, its ends of lines as they are."""
     opener = COMPRESSED.get(path.suffix.lower())
     try:
-        if opener is None:
+        if path.is_fifo():
+            content = _read_pipe(path)
+        elif opener is None:
             content = path.read_bytes()
         else:
             most = _room_for(path)
@@ -306,10 +305,9 @@ def _read_text(path: Path, encoding: str | None) -> str:
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise MpuError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
     if encoding is None:
-        marked = (name for mark, name in BYTE_ORDER_MARKS.items() if content.startswith(mark))
-        encoding = next(marked, "utf-8")
+        encoding = encoding_of(content)
     try:
-        return content.decode(encoding).removeprefix("\ufeff")
+        return content.decode(encoding).removeprefix(MARK)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         problem, hint = f"not {encoding}", "--encoding has to name the file's encoding"
@@ -320,6 +318,18 @@ def _read_text(path: Path, encoding: str | None) -> str:
         raise MpuError(f"{path}, line {line}: {problem}", hint) from error
     except (LookupError, ValueError) as error:  # ValueError: a name that no codec can have
         raise UsageError(f"--encoding {encoding}: not an encoding", "name one such as cp1252 or utf-16") from error
+
+
+_PIPES: dict[tuple[int, int], bytes] = {}  # what came out of pipes, by device and number
+
+
+def _read_pipe(path: Path) -> bytes:
+    """What a pipe held: commands read some records twice, and a pipe gives them once."""
+    status = path.stat()
+    pipe = status.st_dev, status.st_ino
+    if pipe not in _PIPES:
+        _PIPES[pipe] = path.read_bytes()
+    return _PIPES[pipe]
 
 
 def _room_for(path: Path) -> int:
@@ -510,8 +520,8 @@ def read_records(
 
     A file of JSON lines, JSON (an array, one under "data", or one object), CSV, TSV, Excel (``FILE.xlsx:SHEET`` for one
     of several sheets), Parquet or plain text, perhaps compressed by gzip, bzip2 or xz; a pattern such as
-    ``notes/*.txt``; a folder, of which ``datasets.load_dataset`` chooses the files, or ``FOLDER:SPLIT``;
-    ``tofu:SPLIT``, ``muse-news:SPLIT``, ``muse-books:SPLIT``, ``wmdp:CORPUS`` (bio-forget-corpus, …) or
+    ``notes/*.txt``; a folder, of which ``datasets.load_dataset`` chooses the files, or ``FOLDER:SPLIT``; a pipe of JSON
+    or JSON lines; ``tofu:SPLIT``, ``muse-news:SPLIT``, ``muse-books:SPLIT``, ``wmdp:CORPUS`` (bio-forget-corpus, …) or
     ``wikitext:SPLIT``, from the Hub or from the folder ``reading.data_dir``; or a dataset of the Hub,
     ``hub:OWNER/NAME[@CONFIG][:SPLIT]``. Nothing else is looked for on the Hub.
 
@@ -656,7 +666,7 @@ def benchmark_rows(name: str, split: str, data_dir: Path | None, config: str | N
             if not rows:
                 raise MpuError(f"{folder / split}{suffix}: contains no records")
             return rows
-    available = ", ".join(sorted(p.stem for p in folder.glob("*.json*"))) or "none"
+    available = ", ".join(path.stem for path in visible(folder.glob("*.json*"))) or "none"
     raise MpuError(f"{folder}: no split {split!r} of {name} (available: {available})")
 
 

@@ -18,6 +18,7 @@ from mpu_cli.options.unlearning import Privacy, RecordFormat, Records, Unlearnin
 from mpu_cli.records.encode import Example, encoding_of
 from mpu_cli.records.forms import Record, remarks_on_units
 from mpu_cli.records.read import paragraphs_in, read_records
+from mpu_cli.text import read_text
 from mpu_cli.training.losses import Objective, objective_of
 
 # Answers that reveal nothing: what DPO prefers to the answer to be forgotten.
@@ -121,7 +122,7 @@ def with_unseen(data: Dataset, source: str, reading: RecordFormat, observer: Obs
 
 def _lines(path: Path) -> tuple[str, ...]:
     try:
-        lines = tuple(line.strip() for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip())
+        lines = tuple(line.strip() for line in read_text(path).split("\n") if line.strip())
     except (OSError, UnicodeDecodeError) as error:
         raise MpuError(f"{path}: cannot read the alternates") from error
     if not lines:
