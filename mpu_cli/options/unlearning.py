@@ -24,7 +24,8 @@ DATE = "10 Apr 2025"  # OpenUnlearning's
 
 AUTO: Literal["auto"] = "auto"  # of --lr and --precision
 ALL_TURNS = "all"  # of --turns
-MOST_EPSILON = 500  # of records: accounting takes memory that grows with ε, and such a bound says nothing
+# Of records: with as little noise as these allow, accounting takes minutes, and such a bound says nothing.
+MOST_EPSILON, MOST_DELTA = 500, 0.1
 DP_UNIT = "Field that names the person of a record: all records of one are protected together."
 DEVICE = "Device to compute on, by torch's name: cpu, cuda, cuda:1, … (default: CUDA if there is one)."
 
@@ -247,7 +248,7 @@ class Privacy(Options):
     dp_epsilon: float | None = option(
         None, "ε of per-record differential privacy, for one delta.", above=0, below=MOST_EPSILON
     )
-    dp_delta: float = option(1e-5, "δ for --dp-epsilon.", above=0, below=1)
+    dp_delta: float = option(1e-5, "δ for --dp-epsilon.", above=0, below=MOST_DELTA)
     dp_max_grad_norm: float = option(1.0, "Clip the gradient norm of each record at this.", above=0)
     dp_unit: str | None = option(None, DP_UNIT, metavar="COLUMN")
     dp_neighbours: Literal["left-out", "replaced"] = option(
