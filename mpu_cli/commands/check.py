@@ -86,11 +86,13 @@ class Check(Command):
         """
         from mpu_cli.files.sealing import opened_copy
         from mpu_cli.files.transaction import Transaction
-        from mpu_cli.measuring.receipt import as_text
+        from mpu_cli.measuring.receipt import as_text, check_limits
         from mpu_cli.model.source import open_model
 
         if process_count() > 1:
             raise UsageError("check: does not work in several processes")
+        if self.receipt:
+            check_limits(self.checking.goal.max_left, self.checking.goal.min_kept)
         with Transaction(force=self.force) as transaction:
             written = transaction.add(self.receipt) if self.receipt else None  # fails before anything is read
             sets = _sets(self.checking, observer)

@@ -133,6 +133,14 @@ def today() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%d")
 
 
+def check_limits(max_left: float, min_kept: float) -> None:
+    """Raise UsageError unless a receipt can have these limits of a verdict: they are whole percents there."""
+    if not all(math.isclose(100 * share, _percent(share)) for share in (max_left, min_kept)):
+        raise UsageError("--max-left, --min-kept: a receipt has whole percents, such as 0.05")
+    if _percent(min_kept) > WIDEST_PERCENT:
+        raise UsageError(f"--min-kept: a receipt has at most {WIDEST:g}")
+
+
 def new_receipt(
     verdict: Verdict,
     *,
@@ -143,16 +151,9 @@ def new_receipt(
     nonce: str,
     version: str,
 ) -> Receipt:
-    """An unsigned receipt for ``copy``; ``records`` and ``nonce`` are what ``commit_to`` gives.
-
-    Raises UsageError if the limits of the ``verdict`` are not whole percents.
-    """
+    """An unsigned receipt for ``copy``; ``records`` and ``nonce`` are what ``commit_to`` gives, and the limits of the
+    ``verdict`` are such as ``check_limits`` accepts."""
     left, kept = verdict.left, verdict.kept
-    max_left, min_kept = _percent(verdict.max_left), _percent(verdict.min_kept)
-    if not (math.isclose(100 * verdict.max_left, max_left) and math.isclose(100 * verdict.min_kept, min_kept)):
-        raise UsageError("--max-left, --min-kept: a receipt has whole percents, such as 0.05")
-    if max(max_left, min_kept) > WIDEST_PERCENT:
-        raise UsageError(f"--min-kept: a receipt has at most {WIDEST:g}")
     return Receipt(
         format=FORMAT,
         version=VERSION,
@@ -167,8 +168,8 @@ def new_receipt(
         left_high=_percent(left.high) if left else None,
         kept=_percent(kept.estimate) if kept else None,
         stands_out=verdict.stands_out if verdict.tail else None,
-        max_left=max_left,
-        min_kept=min_kept,
+        max_left=_percent(verdict.max_left),
+        min_kept=_percent(verdict.min_kept),
         verdict=verdict.sentence,
         records=records,
         nonce=nonce,

@@ -291,6 +291,14 @@ def test_a_receipt_of_whatever_was_measured_can_be_read(
     mpu("receipt", receipt, refused="records that it does not name")
 
 
+def test_limits_that_a_receipt_cannot_have_are_refused_first(mpu: Callable, tmp_path: Path) -> None:
+    """Before anything is read: neither the copy nor the records are there."""
+    command = ("check", "copy_1", "--forget", "forget.jsonl", "--receipt", "receipt.json")
+    mpu(*command, "--max-left", 0.025, refused="whole percents", cwd=tmp_path)
+    mpu(*command, "--min-kept", 11, refused="at most 10", cwd=tmp_path)
+    mpu(*command, "--max-left", 0.02, refused="forget.jsonl: no such file", cwd=tmp_path)
+
+
 def test_a_receipt_is_signed_by_both_and_by_nobody_else(mpu: Callable, folder: Path, demo: DemoModel) -> None:
     """Without records; a number that was changed, another publication's keys and a wrong verdict are refused."""
     path = folder / "receipt.json"
