@@ -105,10 +105,14 @@ class UnlearnPlan:
         they are trained on.
         """
         from mpu_cli.files.sealing import opened_copy
+        from mpu_cli.files.transaction import Transaction
         from mpu_cli.measuring.generation import answers_before_and_after
         from mpu_cli.model.source import open_model
 
         command = self.command
+        if not command.logging.resume and process_count() == 1:  # before the first training, not after it
+            for task in self.tasks:
+                Transaction(force=command.force).check(task.target, task.target.is_dir())
         courses: dict[tuple[str, int] | None, Course] = {}  # by run and round, as the first copy of it settled it
         for task in self.tasks:
             with opened_copy(task.copy, task.target.parent, command.identity, observer) as source:

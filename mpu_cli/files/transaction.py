@@ -67,7 +67,7 @@ class Transaction:
     def add(self, target: Path, *, directory: bool = False) -> Path:
         """The path to write to for ``target``: an empty directory, or a file that does not exist yet.
 
-        Raises MpuError if ``target`` exists and may not be replaced.
+        Raises MpuError if ``target`` exists and may not be replaced, or if another process is writing it.
         """
         here = target.absolute()
         for _, _, other in self._outputs:
@@ -142,7 +142,15 @@ class Transaction:
             Transaction.open_ones.remove(self)
 
     def check(self, target: Path, directory: bool) -> None:
-        """Raise MpuError if ``target`` exists and may not be replaced, or is of the other kind."""
+        """Raise MpuError if ``target`` exists and may not be replaced, is of the other kind, or if another process is
+        writing it."""
+        self._check_existing(target, directory)
+        if any(_is_locked(folder) for folder in _unfinished(target.parent, target.name)):
+            raise MpuError(
+                f"{target}: another mpu command is writing it", "wait for it, stop it, or choose another name"
+            )
+
+    def _check_existing(self, target: Path, directory: bool) -> None:
         if not os.path.lexists(target):
             return
         if not self._force:
@@ -169,7 +177,7 @@ class Transaction:
         done: list[tuple[Path, Path, Path | None]] = []  # output, target, where its old content is (None: had none)
         try:
             for _, output, target in self._outputs:
-                self.check(target, output.is_dir())
+                self._check_existing(target, output.is_dir())
                 done.append((output, target, _put(output, target)))
         except BaseException:
             for output, target, old in reversed(done):
@@ -268,13 +276,35 @@ def _lock_of(folder: Path) -> int | None:
     return descriptor
 
 
+def _is_locked(folder: Path) -> bool:
+    """Whether a process has the lock on ``folder``; False where folders cannot be locked."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _unfinished(parent: Path, name: str) -> list[Path]:
+    """The folders in ``parent`` in which the output ``name`` is, or was, on its way."""
+    if not parent.is_dir():
+        return []
+    ours = re.compile(rf"\.{re.escape(name)}\.[a-z0-9_]{{8}}\.partial")  # as mkdtemp names them
+    return [Path(entry.path) for entry in os.scandir(parent) if ours.fullmatch(entry.name)]
+
+
 def remove_abandoned(parent: Path, name: str = _SCRATCH) -> list[Path]:
     """Remove what killed processes left in ``parent`` on the way to its output ``name``; returns which folders."""
     removed: list[Path] = []
-    if not parent.is_dir():
-        return removed
-    ours = re.compile(rf"\.{re.escape(name)}\.[a-z0-9_]{{8}}\.partial")  # as mkdtemp names them
-    for folder in [Path(entry.path) for entry in os.scandir(parent) if ours.fullmatch(entry.name)]:
+    for folder in _unfinished(parent, name):
         if (lock := _lock_of(folder)) is None:
             continue  # its process is still at work
         try:

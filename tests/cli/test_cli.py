@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from mpu_cli.cli import output
 from mpu_cli.demo.model import make_people
+from mpu_cli.files.transaction import Transaction
 from mpu_cli.measuring.encoding import TrainedEncoder
 from mpu_cli.measuring.scoring import Scorer
 from mpu_cli.options.unlearning import RecordFormat
@@ -285,6 +286,25 @@ def test_an_output_that_exists_stays(mpu, tmp_path, base):
     assert (tmp_path / "keys.bin").read_bytes() != before[tmp_path / "keys.bin"]
 
 
+def test_an_output_is_taken_before_the_training(mpu, root):
+    """Of two commands with one output, the second does not train; nor does one whose last output exists."""
+    arguments = ["--algo", "gradascent", "--epochs", 1, "--out", "d.safetensors"]
+    with Transaction() as transaction:
+        transaction.add(root / "d.safetensors").write_text("first")
+        for further in ([], ["--force"], ["--dry-run"]):
+            assert_refused(mpu("unlearn", "base", *arguments, *further, check=False, cwd=root), "is writing it")
+    assert_refused(mpu("unlearn", "base", *arguments, check=False, cwd=root), "already exists")
+    mpu("unlearn", "base", *arguments, "--force", cwd=root)
+    shutil.copytree(root / "base", root / "other")
+    (root / "deltas").mkdir()
+    (root / "deltas/other.safetensors").touch()
+    arguments[-1] = "deltas"
+    assert_refused(
+        mpu("unlearn", "base", "other", *arguments, check=False, cwd=root), "other.safetensors: already exists"
+    )
+    assert not (root / "deltas/base.safetensors").exists()
+
+
 def test_a_text_has_no_other_answer(mpu, tmp_path):
     """Split into pieces, it would be paired with the alternates of other records."""
     save(random_model("llama"), tmp_path / "base")
@@ -349,7 +369,7 @@ def test_records_that_are_none(mpu, tmp_path, content, complaint):
         (["--algo", "rmu", "--layer", "1"], "final norm", 2),  # the last of two layers
         (["--algo", "npo", "--coefficient", "5"], "--coefficient: npo has no such constant", 2),
         (["--lora-rank", "2", "--lora-alpha", "0"], "--lora-alpha", 2),
-        (["--dp-epsilon", "1e-9", "--dp-delta", "1e-300"], "--dp-epsilon", 2),
+        (["--dp-epsilon", "1e-9", "--dp-delta", "1e-30"], "--dp-epsilon", 2),
         (["--dp-epsilon", "4", "--retain-loss", "hidden", "--layer", "0"], "--retain-loss hidden", 2),
         (["--algo", "npo", "--retain-loss", "hidden"], "--layer", 2),
         (["--lora-rank", "0"], "--lora-rank", 2),
