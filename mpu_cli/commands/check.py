@@ -235,6 +235,7 @@ def _sets(options: Checking, observer: Observer) -> dict[str, Sequence[Record]]:
 
     Equal records count once: twenty copies of one say no more than one, but would narrow the interval over records.
     """
+    from mpu_cli.records.forms import distinct, remarks_on_overlap
     from mpu_cli.records.read import read_records
     from mpu_cli.training.data import Dataset, with_unseen
     from mpu_cli.training.stopping import hold_out
@@ -242,14 +243,15 @@ def _sets(options: Checking, observer: Observer) -> dict[str, Sequence[Record]]:
     goal, reading = options.goal, options.reading
     forget = read_records(options.forget, reading, observer=observer)
     retain = read_records(options.retain, reading, observer=observer) if options.retain else []
+    for remark in remarks_on_overlap(forget, retain, "so what was forgotten of them counts as not kept"):
+        observer.warn(remark)
     data = hold_out(Dataset(forget, retain), goal.held_out)
     if goal.unseen:
         data = with_unseen(data, goal.unseen, reading, observer)
     sets = {"forget": data.forget, "held_out": data.held_out, "retain": data.retain, "unseen": data.unseen}
     if options.general:
         sets["general"] = read_records(options.general, reading, observer=observer)
-    distinct = {name: {record.identity: record for record in records} for name, records in sets.items()}
-    return {name: list(records.values()) for name, records in distinct.items() if records}
+    return {name: distinct(records) for name, records in sets.items() if records}
 
 
 def _check_order(manifest: CopyManifest | None, earlier: Model | None) -> None:

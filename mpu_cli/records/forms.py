@@ -72,16 +72,19 @@ class Record:
 
     @property
     def identity(self) -> str:
-        """What makes two records the same, wherever they were read: the dialogue and its answer."""
+        """What makes two records equal to the letter, wherever they were read: the dialogue and its answer."""
         return json.dumps([self.turns, self.answer, self.answer_fields], sort_keys=True)
 
     @property
+    def key(self) -> str:
+        """What makes two records the same: they read alike but for case, white space and the form of characters, which
+        templates and tokenizers may take away."""
+        return _folded([self.turns, self.answer, self.answer_fields])
+
+    @property
     def protected_as(self) -> str:
-        """What a privacy bound protects as one: whose record it is, if a field says so, else all records that read
-        alike but for case, white space and the form of characters, which templates and tokenizers may take away."""
-        if self.unit is not None:
-            return f"unit {self.unit}"
-        return f"record {_folded([self.turns, self.answer, self.answer_fields])}"
+        """What a privacy bound protects as one: whose record it is, if a field says so, else the same record."""
+        return f"record {self.key}" if self.unit is None else f"unit {self.unit}"
 
     @property
     def content(self) -> dict[str, object]:
@@ -102,7 +105,40 @@ def question(text: str, answer: str, location: str = "", alternate: str | None =
 
 def digest_of_record(record: Record) -> str:
     """SHA-256 of what makes a record the same, in hexadecimal."""
-    return hashlib.sha256(record.identity.encode()).hexdigest()
+    return hashlib.sha256(record.key.encode()).hexdigest()
+
+
+def distinct(records: Sequence[Record]) -> list[Record]:
+    """Each record once, as it stands first."""
+    by_key: dict[str, Record] = {}
+    for record in records:
+        by_key.setdefault(record.key, record)
+    return list(by_key.values())
+
+
+def remarks_on_overlap(forget: Sequence[Record], retain: Sequence[Record], consequence: str) -> list[str]:
+    """A sentence if some of the records to ``forget`` are to be kept, too, with what comes of it."""
+    overlap = {record.key for record in forget} & {record.key for record in retain}
+    return [f"{len(overlap)} of the records to forget are also in the retain set, {consequence}"] if overlap else []
+
+
+def dialogues_of(records: Sequence[Record]) -> list[int]:
+    """A number for each record, the same for those of one dialogue: of two, one leads to the answer of the other.
+
+    In an interval over records they say hardly more than one, and are drawn together.
+    """
+    numbers: dict[str, int] = {}  # by what was said up to an answer
+    dialogues = {}
+    for place, record in sorted(enumerate(records), key=lambda entry: -len(entry[1].turns)):
+        said = ""
+        beginnings = []
+        for turn in (*record.turns, record.answer_turn):
+            said = hashlib.sha256(f"{said} {_folded(turn)}".encode()).hexdigest()
+            beginnings.append(said)
+        dialogues[place] = numbers.setdefault(said, len(numbers))
+        for beginning in beginnings:
+            numbers.setdefault(beginning, dialogues[place])
+    return [dialogues[place] for place in range(len(records))]
 
 
 def _folded(value: object) -> str:

@@ -16,7 +16,7 @@ from mpu_cli.model.load import limits_of
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import Privacy, RecordFormat, Records, Unlearning
 from mpu_cli.records.encode import Example, encoding_of
-from mpu_cli.records.forms import Record, remarks_on_units
+from mpu_cli.records.forms import Record, remarks_on_overlap, remarks_on_units
 from mpu_cli.records.read import paragraphs_in, read_records
 from mpu_cli.text import read_text
 from mpu_cli.training.losses import Objective, objective_of
@@ -75,11 +75,8 @@ class Dataset:
                     f"{records[0].location}: one record, of {paragraphs} paragraphs; --split paragraphs makes a record "
                     "of each"
                 )
-        forgotten = {record.identity for record in self.forget}
-        if overlap := forgotten & {record.identity for record in (*self.retain, *self.held_out)}:
-            remarks.append(
-                f"{len(overlap)} of the records to forget are also in the retain set, which works against forgetting"
-            )
+        retain = (*self.retain, *self.held_out)
+        remarks += remarks_on_overlap(self.forget, retain, "which works against forgetting")
         if privacy.dp_epsilon is not None:
             remarks += remarks_on_units((*self.forget, *self.retain), privacy.dp_unit)
         return remarks
@@ -112,7 +109,7 @@ def with_unseen(data: Dataset, source: str, reading: RecordFormat, observer: Obs
     """``data`` with the unseen records that ``source`` names. Raises MpuError if they cannot be read, or if some of
     them are to be forgotten."""
     unseen = read_records(source, reading, observer=observer)
-    if both := {record.identity for record in unseen} & {record.identity for record in data.forget}:
+    if both := {record.key for record in unseen} & {record.key for record in data.forget}:
         raise MpuError(
             f"{len(both)} of the {len(unseen)} records of --unseen are also to be forgotten",
             "name records that the model never saw",

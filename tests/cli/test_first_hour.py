@@ -231,10 +231,19 @@ class TestRecords:
 
     @pytest.mark.slow
     def test_records_in_both_sets_are_told(self, mpu: Callable, root: Path) -> None:
-        lines = (root / "forget.jsonl").read_text().splitlines()[:2] + (root / "retain.jsonl").read_text().splitlines()
-        (root / "both.jsonl").write_text("\n".join(lines) + "\n")
-        for more in (["--dry-run"], []):
-            outcome = mpu("unlearn", "base", *TRAINING, "--retain", "both.jsonl", *more, cwd=root)
+        """By every command that reads both, also where case and spaces differ."""
+        first, second, *_ = (root / "forget.jsonl").read_text().splitlines()
+        lines = [first.replace('"question": "w', '"question": "W'), second.replace(" w", "  w")]
+        (root / "both.jsonl").write_text("\n".join(lines) + "\n" + (root / "retain.jsonl").read_text())
+        both = ("--forget", "forget.jsonl", "--retain", "both.jsonl")
+        commands = (
+            ("unlearn", "base", *TRAINING, *both, "--dry-run"),
+            ("unlearn", "base", *TRAINING, *both),
+            ("check", "base", *both),
+            ("eval", "base", *both, "--metrics", "forget_Q_A_Prob"),
+        )
+        for command in commands:
+            outcome = mpu(*command, check=False, cwd=root)
             assert outcome.err.count("2 of the records to forget are also in the retain set") == 1
 
     @pytest.mark.slow

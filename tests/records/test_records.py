@@ -20,7 +20,7 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.observer import Observer
 from mpu_cli.options.unlearning import RecordFormat
 from mpu_cli.records.encode import IGNORED, Encoding, Limits, pad
-from mpu_cli.records.forms import Record, Turn, parse_record, question
+from mpu_cli.records.forms import Record, Turn, dialogues_of, parse_record, question
 from mpu_cli.records.read import read_records
 from mpu_cli.training.data import REFUSALS, alternates
 from mpu_cli.training.reference import forward
@@ -196,6 +196,22 @@ class TestDialogues:
         earlier_record, final_record = read_records(tmp_path / "a.jsonl", RecordFormat(turns="all"))
         assert replace(final_record, location="") == replace(last, location="")
         assert (earlier_record.answer, [turn.content for turn in earlier_record.turns]) == ("w4", ["w9", "w3"])
+
+    def test_which_records_are_of_one_dialogue(self, tmp_path):
+        """Its turns, also where they were written as records of their own, and records that read alike."""
+        greeting = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]
+        where = [*greeting, {"role": "user", "content": "Where?"}, {"role": "assistant", "content": "There."}]
+        rows = [
+            {"messages": where}, {"question": "Where?", "answer": "There."}, {"messages": greeting},
+            {"question": "where ?", "answer": "There."}, {"question": "Where?", "answer": "Here."},
+        ]  # fmt: skip
+        path = tmp_path / "r.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        expected = {"last": ["a", "b", "a", "b", "c"], "all": ["a", "a", "b", "a", "b", "c"]}
+        for turns, names in expected.items():
+            numbers = dialogues_of(read_records(path, RecordFormat(turns=turns)))
+            pairs = set(zip(numbers, names, strict=True))
+            assert len(pairs) == len(set(numbers)) == len(set(names))
 
     @pytest.mark.slow
     def test_eval_asks_with_the_whole_dialogue(self, mpu, tmp_path):

@@ -13,7 +13,7 @@ from mpu_cli.measuring.retain import RetainLog
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.unlearning import RecordFormat, Records
-from mpu_cli.records.forms import Record, Turn, records_of_turns
+from mpu_cli.records.forms import Record, Turn, records_of_turns, remarks_on_overlap
 from mpu_cli.records.read import parsed_rows, report_rows
 
 SETS = ("forget", "retain", "holdout")  # as OpenUnlearning calls them
@@ -31,7 +31,7 @@ def own_records(
     sets = {name: each for name, each in zip(SETS, (forget, retain, holdout), strict=True) if each}
     if "forget" not in sets:
         raise MpuError("no records to forget", "specify them with --forget")
-    if repeated := {record.identity for _, record in forget} & {record.identity for _, record in holdout}:
+    if repeated := {record.key for _, record in forget} & {record.key for _, record in holdout}:
         raise MpuError(
             f"{len(repeated)} of the {len(holdout)} unseen records are also records to forget, so attacks would "
             "compare them with themselves",
@@ -39,7 +39,9 @@ def own_records(
         )
     splits = {name: _split(name, rows) for name, rows in sets.items()}
     table: dict[str, Metric] = {}
-    warnings = []
+    warnings = remarks_on_overlap(
+        [record for _, record in forget], [record for _, record in retain], "and their scores count in both"
+    )
     for name in ("forget", "retain"):
         if name not in sets:
             continue
