@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import json
 import re
 import sys
 from collections import Counter
@@ -109,3 +110,22 @@ def test_the_picture_of_a_terminal_has_the_steps_of_the_readme() -> None:
     assert len(commands) == 5
     described = picture.split("<desc>")[1].split("</desc>")[0].splitlines()
     assert [line for line in described if re.match(r"(server|client)\$ ", line)] == commands
+
+
+def test_the_example_of_bounds_prints_its_page() -> None:
+    """The table that it makes of the rows beside the page is the page's, cell by cell."""
+    specification = importlib.util.spec_from_file_location("bounds", ROOT / "examples/bounds.py")
+    assert specification
+    assert specification.loader
+    bounds = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(bounds)
+    rows = [json.loads(line) for line in (ROOT / "docs/bounds.jsonl").read_text(encoding="utf-8").splitlines()]
+    header, _, *lines = [line.strip("| ").split(" | ") for line in bounds.table(rows)]
+    with (DATA / "bounds.csv").open(encoding="utf-8", newline="") as file:
+        expected_header, *expected = csv.reader(file)
+    assert header == expected_header
+
+    def as_numbers(row: list[str]) -> list[object]:
+        return [float(cell) if re.fullmatch(r"[\d.e-]+", cell) else cell for cell in row]
+
+    assert sorted(map(as_numbers, lines), key=str) == sorted(map(as_numbers, expected), key=str)
