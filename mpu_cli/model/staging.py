@@ -65,6 +65,8 @@ _PAST = (
     "lora_ga_config", "qalora_group_size", "runtime_config",
 )  # fmt: skip
 _FIRST_WEIGHTS = (None, True, False, "gaussian", "orthogonal", "eva")  # which leave the base as it is
+PROMPTS = re.compile("PROMPT|PREFIX|P_TUNING|CPT|CARTRIDGE")  # in the names of peft's kinds without new weights
+MERGE = "merge it into its base with peft (merge_and_unload, save_pretrained) and pass that model"
 _CHANGED_BASE = re.compile(r"pissa(_niter_\d{1,3})?|olora")  # which peft takes off the base, as in training
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>[\w.]+)\.lora_(?:embedding_)?A(?:\.default)?(?:\.weight)?")
 _WORDS = re.compile(r"[\w.]{1,200}")
@@ -119,7 +121,10 @@ def staged_adapter(folder: Path) -> Iterator[Path]:
     path = folder / ADAPTER_CONFIG
     config = read_json_object(path, links=False)
     if config.get("peft_type") != "LORA":
-        raise MpuError(f"{path}: not a LoRA adapter (peft_type is {str(config.get('peft_type'))[:80]!r})")
+        kind = str(config.get("peft_type"))[:80]
+        # Prompts and prefixes are no change of the weights.
+        hint = "no model of its own can be made of it" if PROMPTS.search(kind) else MERGE
+        raise MpuError(f"{path}: not a LoRA adapter (peft_type is {kind!r})", hint)
     with open_regular(folder / ADAPTER_WEIGHTS, links=False):
         pass  # not a link: open_checkpoint takes what it is given for the user's own words
     weights = open_checkpoint(folder / ADAPTER_WEIGHTS, links=False)  # peft would fall back to a pickle
@@ -163,7 +168,7 @@ def _lora_config(config: Mapping[str, object], weights: Checkpoint, path: Path) 
 def _not_honoured(path: Path, what: str) -> MpuError:
     return MpuError(
         f"{path}: {what}: mpu does not know what that makes of the adapter",
-        "merge it into its base with peft (merge_and_unload, save_pretrained) and pass that model",
+        MERGE,
     )
 
 

@@ -143,8 +143,11 @@ class TestACopyThatReadsTheClientsDisk:
         finally:
             sys.path.remove(str(root))
         assert not (root / "ran").exists()
-        edit(root / "adapter/adapter_config.json", peft_type="PREFIX_TUNING")
-        mpu("eval", "adapter", *options, "--out", "b.json", fails="not a LoRA adapter", cwd=root)
+        hints = {"PREFIX_TUNING": "no model of its own", "VERA": "merge_and_unload"}
+        for kind, hint in hints.items():
+            edit(root / "adapter/adapter_config.json", peft_type=kind)
+            refused = mpu("eval", "adapter", *options, "--out", "b.json", fails="not a LoRA adapter", cwd=root)
+            assert hint in refused.err
 
     def test_weights_that_change_between_check_and_use(
         self, mpu: Callable, root: Path, private: Path, monkeypatch: pytest.MonkeyPatch
