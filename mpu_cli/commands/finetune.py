@@ -48,19 +48,22 @@ class Finetune(Command):
     def preview(self, observer: Observer) -> Preview:
         from mpu_cli.measuring.cost import training_memory
         from mpu_cli.model.source import open_model
+        from mpu_cli.training.rates import remarks_on_warmup
 
         records, batch = len(self._records(observer)), self.training.batch_size
         opened = open_model(self.model)
         weights = sum(info.elements for info in opened.checkpoint.tensors.values())
-        steps = counted(self.epochs * -(-records // batch), "step")
+        steps = self.epochs * -(-records // batch)
+        for warning in remarks_on_warmup(self.training, steps):
+            observer.warn(warning)
         return Preview(
             reads=[(opened.source, opened.checkpoint.nbytes), (counted(records, "record"), None)],
             writes=[(self.out, opened.checkpoint.nbytes)],
             folders=[self.out],
             memory=training_memory(weights, self.training.optim),
             notes=[
-                f"{counted(self.epochs, 'epoch')} of {counted(batch, 'record')} a step: about {steps}; activations "
-                "need memory on top"
+                f"{counted(self.epochs, 'epoch')} of {counted(batch, 'record')} a step: about "
+                f"{counted(steps, 'step')}; activations need memory on top"
             ],
         )
 

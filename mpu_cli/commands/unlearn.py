@@ -427,7 +427,7 @@ class Unlearn(Command):
         from mpu_cli.training.job import misfits, plan_privately
         from mpu_cli.training.losses import objective_of
         from mpu_cli.training.private import most_signal
-        from mpu_cli.training.rates import HARDLY_FORGETS
+        from mpu_cli.training.rates import HARDLY_FORGETS, remarks_on_warmup
 
         plan = self.plan(observer)
         for warning in plan.warnings:
@@ -441,6 +441,8 @@ class Unlearn(Command):
         # Copies of a round are alike, and trained one after the other: the largest is counted.
         largest = max(models, key=lambda model: model.checkpoint.nbytes)
         cost = training_cost(largest, plan.data, plan.options, plan.until)
+        for warning in remarks_on_warmup(plan.options.training, cost.steps):
+            observer.warn(warning)
         batch = counted(plan.options.training.batch_size, "record")
         steps = f"about {counted(cost.steps, 'step')}, {counted(cost.epochs, 'epoch')}"
         if plan.until:

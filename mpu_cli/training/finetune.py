@@ -47,6 +47,7 @@ def memorise(
     training: Training,
     logging: Logging = NO_LOGGING,
     on_step: Callable[[Losses, int], None],
+    warn: Callable[[str], None] = lambda _: None,
 ) -> None:
     """Train ``model`` in place on the answers to ``records``. Raises MpuError if there is nothing to learn."""
     examples = encoding.encode(records)
@@ -55,7 +56,7 @@ def memorise(
     steps = schedule(len(examples), 0, epochs=epochs, batch_size=training.batch_size, seed=training.seed)
     sets = {"forget": ExampleSet(examples, Reference())}
     training = with_finetuning_rate(training, sum(p.numel() for p in model.parameters() if p.requires_grad))
-    train(model, steps, sets, MEMORISE, training, logging=logging, on_step=on_step)
+    train(model, steps, sets, MEMORISE, training, logging=logging, on_step=on_step, warn=warn)
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,10 @@ def finetune(
         in_precision(loaded, training.precision)
         encoding = encoding_of(tokenizer, prompts, prompts.template, limits_of(loaded))
         observer.stage("finetune", epochs, "epochs")
-        memorise(loaded, encoding, records, epochs=epochs, training=training, logging=logging, on_step=record)
+        memorise(
+            loaded, encoding, records, epochs=epochs, training=training, logging=logging, on_step=record,
+            warn=observer.warn,
+        )  # fmt: skip
         for remark in encoding.remarks(len(records)):
             observer.warn(remark)
         if not all(all_finite(p.detach()) for p in loaded.parameters()):

@@ -48,7 +48,7 @@ from mpu_cli.training.execution import (
 )
 from mpu_cli.training.losses import Objective, TermInputs, locate_answers
 from mpu_cli.training.optimizers import make_optimizer
-from mpu_cli.training.rates import records_at_once
+from mpu_cli.training.rates import records_at_once, remarks_on_warmup
 from mpu_cli.training.reference import Reference, forward, length_of_answers
 from mpu_cli.wording import counted
 
@@ -474,6 +474,8 @@ def train(
     or the disk does not suffice and the training adapts. With ``checkpoints``, keeps some and resumes from the latest.
     ``watching`` may end the training early. Raises OutOfMemoryError if memory does not suffice for one record.
     """
+    for remark in remarks_on_warmup(training, len(steps)):
+        warn(remark)
     if logging.report_to == "tensorboard":  # otherwise it is deleted with the scratch folder
         os.environ.setdefault("TENSORBOARD_LOGGING_DIR", "runs")
     os.environ["ACCELERATE_MIXED_PRECISION"] = "no"  # --precision decides, not the environment

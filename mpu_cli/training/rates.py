@@ -17,6 +17,7 @@ from mpu_cli.model.source import Model
 from mpu_cli.options.unlearning import AUTO, Training, Unlearning
 from mpu_cli.training.losses import algorithm_named
 from mpu_cli.training.optimizers import OPTIMIZERS
+from mpu_cli.wording import counted
 
 ADAM_REACH = 8.0  # steps · rate · √weights
 # rate · √weights in long trainings, as there is more to forget or to learn: 1e-5 at 1B, the paper's
@@ -27,6 +28,14 @@ LEAST_STEPS = 10  # fewer, larger steps damage what should stay
 SCORED_TOGETHER = 64  # records, on an accelerator
 LARGE_MODEL_WEIGHTS = 50_000_000  # weights, from which products take most of the time
 HARDLY_FORGETS = 0.1  # of the usual rate, below which little is forgotten
+
+
+def remarks_on_warmup(training: Training, steps: int) -> list[str]:
+    """A sentence if a training of so many ``steps`` ends while its rate still rises."""
+    if training.warmup_steps <= steps:
+        return []
+    length = counted(steps, "step")
+    return [f"--warmup-steps {training.warmup_steps}: the training has {length}, so its rate never gets to --lr"]
 
 
 def with_epochs(options: Unlearning, records: int) -> Unlearning:

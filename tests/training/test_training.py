@@ -415,13 +415,17 @@ def test_a_step_reads_both_sets_in_one_pass(folder, monkeypatch, options, passes
 @pytest.mark.slow
 def test_warm_up_lowers_the_first_steps(mpu, folder):
     options = [*TRAINING[:-2], "--epochs", "1", "--optim", "sgd", "--weight-decay", "0", "--precision", "float64"]
-    norms = [
-        mpu("unlearn", "base", *options, "--warmup-steps", steps, "--out", f"w{steps}", "--json", cwd=folder).json[
-            "norm"
-        ]
+    outcomes = [
+        mpu("unlearn", "base", *options, "--warmup-steps", steps, "--out", f"w{steps}", "--json", cwd=folder)
         for steps in (0, 100)
     ]
-    assert norms[1] < 0.05 * norms[0]
+    assert outcomes[1].json["norm"] < 0.05 * outcomes[0].json["norm"]
+    dry = mpu("unlearn", "base", *options, "--warmup-steps", 100, "--out", "w", "--dry-run", cwd=folder)
+    learned = ("finetune", "base", "--data", "forget.jsonl", "--epochs", 1, "--warmup-steps", 100)
+    finetuned = [mpu(*learned, *more, cwd=folder) for more in (["--dry-run"], [])]
+    for outcome in (outcomes[1], dry, *finetuned):
+        assert outcome.err.count("its rate never gets to --lr") == 1
+    assert "--warmup-steps" not in outcomes[0].err
 
 
 def test_a_linear_schedule_is_steps_of_falling_rates(mpu, folder):
