@@ -349,6 +349,16 @@ benchmark = "qa"
 metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
 """
 
+    def test_a_dry_run_finds_that_a_cluster_cannot_be_used(
+        self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (root / "grid.toml").write_text(self.GRID)
+        monkeypatch.setitem(sys.modules, "ray", None)
+        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+        mpu(
+            "sweep", "grid.toml", "--launcher", "ray", "--dry-run", refused="--launcher ray: is not installed", cwd=root
+        )
+
     @pytest.mark.slow
     @pytest.mark.parametrize(
         "jobs",

@@ -143,6 +143,7 @@ class Sweep(Command):
         from mpu_cli.measuring.results import chosen_metrics
 
         cells = self._cells()
+        self._jobs()  # raises for a cluster that cannot be used
         published_results(self.file, sorted({cell.experiment.base for cell in cells}))  # raises for what is not there
         for warning in preview(cells):
             observer.warn(warning)
