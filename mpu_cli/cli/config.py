@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mpu_cli.errors import UsageError
-from mpu_cli.options.declare import RECORDS
+from mpu_cli.options.declare import RECORDS, nearest
 from mpu_cli.toml import read_toml
 
 FLAG, VARIABLE = "--config", "MPU_CONFIG"
@@ -63,8 +63,8 @@ def defaults_from(path: Path, commands: Mapping[str, Any]) -> dict[str, dict[str
         for option, value in table.items():
             parameter = parameters.get(option.replace("-", "_"))
             if parameter is None:
-                near = difflib.get_close_matches(option.replace("-", "_"), parameters, 1)
-                hint = f"did you mean {near[0]}?" if near else None
+                near = nearest(option.replace("-", "_"), parameters)
+                hint = f"did you mean {near}?" if near else None
                 raise UsageError(f"{path}: [{name}] {option}: no such option", hint)
             takes_several = getattr(parameter, "multiple", False) or parameter.nargs == -1
             if not takes_several:

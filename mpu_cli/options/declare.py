@@ -26,6 +26,13 @@ from mpu_cli.errors import UsageError
 
 SMALLEST, LARGEST = 1e-30, 1e30  # sizes of a number but 0: its square and its inverse are finite in float64
 RECORDS = "DATA"  # the metavar of options that name records, of one source or of several
+# Options as transformers, TRL and peft call them.
+OTHER_NAMES = {
+    "learning_rate": "lr", "num_train_epochs": "epochs", "num_epochs": "epochs", "optimizer": "optim",
+    "per_device_train_batch_size": "batch_size", "lr_scheduler_type": "lr_scheduler", "rank": "lora_rank",
+    "r": "lora_rank", "target_modules": "lora_targets", "max_seq_length": "max_length", "output_dir": "out",
+    "output": "out", "attn_implementation": "attention", "torch_dtype": "dtype", "loss_type": "algo",
+}  # fmt: skip
 Group = TypeVar("Group")
 AnyClass = Any  # a dataclass that declares options: typeshed does not take type[Group] for hashable
 
@@ -219,12 +226,20 @@ def from_flat(group_class: type[Group], values: Mapping[str, object], where: str
     declarations = declared_options(cast(AnyClass, group_class))
     for name in values:
         if name not in declarations:
-            close = get_close_matches(name, declarations, 1)
+            near = nearest(name, declarations)
             raise UsageError(
                 f"{where}{name}: unknown option",
-                f"did you mean {close[0]}?" if close else f"choose from {', '.join(declarations)}",
+                f"did you mean {near}?" if near else f"choose from {', '.join(declarations)}",
             )
     return _build(group_class, values, where)
+
+
+def nearest(name: str, names: Collection[str]) -> str | None:
+    """Which of ``names``, in Python, an unknown ``name`` probably means: the same by another tool, or nearly the
+    same."""
+    if OTHER_NAMES.get(name) in names:
+        return OTHER_NAMES[name]
+    return next(iter(get_close_matches(name, names, 1)), None)
 
 
 def _build(group_class: type[Group], values: Mapping[str, object], where: str) -> Group:

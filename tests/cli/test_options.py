@@ -27,7 +27,7 @@ from mpu_cli.commands.unlearn import Unlearn
 from mpu_cli.files.manifest import DeltaManifest, as_metadata, delta_facts
 from mpu_cli.files.reader import OPTION
 from mpu_cli.model.family import SETS
-from mpu_cli.options.declare import declared_options
+from mpu_cli.options.declare import OTHER_NAMES, declared_options
 from mpu_cli.options.publishing import Publishing
 from mpu_cli.options.unlearning import AUTO, Loss, Unlearning
 from mpu_cli.protocol.noise import SCHEMES
@@ -277,6 +277,17 @@ def test_help_in_two_levels(mpu, command):
 def test_an_option_that_is_nearly_right(mpu, tmp_path):
     (tmp_path / "sweep.toml").write_text('base = "base"\nbatchsize = 8\n')
     mpu("sweep", "sweep.toml", fails="did you mean batch_size?", status=2, cwd=tmp_path)
+
+
+def test_an_option_by_the_name_that_other_tools_have(mpu, root):
+    """On the command line, in a file of options and in a recipe."""
+    (root / "mpu.toml").write_text("[unlearn]\nlearning_rate = 1e-4\n")
+    (root / "sweep.toml").write_text('base = "base"\nlearning_rate = 1e-4\n')
+    mpu("unlearn", "base", "--learning-rate", "1e-4", refused="--lr)", status=2, cwd=root)
+    mpu("--config", "mpu.toml", "unlearn", "base", refused="did you mean lr?", status=2, cwd=root)
+    mpu("sweep", "sweep.toml", refused="did you mean lr?", status=2, cwd=root)
+    for name, ours in OTHER_NAMES.items():
+        assert any(ours in declared_options(command) for command in COMMANDS.values()), name
 
 
 @pytest.mark.parametrize("value", ["many", "0"])
