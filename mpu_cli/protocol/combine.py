@@ -32,7 +32,7 @@ from mpu_cli.files.reader import (
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import CheckpointWriter, TensorSpecs
 from mpu_cli.model.layout import TensorLayout
-from mpu_cli.model.source import Model, carry_small_files, model_specs, write_json
+from mpu_cli.model.source import Model, carry_small_files, model_specs, open_model, write_json
 from mpu_cli.model.transform import TensorMap, as_matrix, measured_slices, row_slices
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.publishing import RESTORE, Aggregating
@@ -43,6 +43,7 @@ from mpu_cli.protocol.round import (
     Aggregation,
     ServerStep,
     agreement_of,
+    measure_written,
     settle_server_lr,
 )
 from mpu_cli.version import __version__
@@ -188,10 +189,12 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
             return written
 
         options, server_step = settle_server_lr(plan.base, options, write, plan.out, observer)
+        written = write(folder, options)
+        if server_step and plan.options.probe:
+            server_step = measure_written(open_model(str(folder)), server_step, plan.options.probe)
         if server_step and len(owners) == 1:  # in units of the update, not of what restores it
             losses = {steps[0] * step: loss for step, loss in server_step.losses.items()}
             server_step = replace(server_step, chosen=steps[0] * server_step.chosen, losses=losses)
-        written = write(folder, options)
         gram = written.gram
         # Of all owners together, too: each below the bound, they may still add up to more.
         check_norms(gram, undoing.deltas, options.max_norm, weights * options.rate)

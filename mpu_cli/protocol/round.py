@@ -16,12 +16,12 @@ import torch
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import TAGS, VERSIONS, delta_manifest
-from mpu_cli.files.reader import LOST_TO_ROUNDING, OPTION, open_checkpoint, quoted_list
+from mpu_cli.files.reader import LOST_TO_ROUNDING, OPTION, TORCH, open_checkpoint, quoted_list
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import nbytes_of
 from mpu_cli.model.source import Model, model_specs, open_model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.publishing import AUTO, RESTORE, Aggregating, ServerRate
+from mpu_cli.options.publishing import AUTO, RESTORE, Aggregating
 from mpu_cli.protocol.deltas import Delta, check_round, delta_paths, open_deltas
 from mpu_cli.protocol.keys import Keys
 from mpu_cli.protocol.noise import ErrorEstimate, error_estimate
@@ -82,7 +82,7 @@ def settle_server_lr(
     return replace(options, server_lr=step.chosen, probe=None), step
 
 
-def choose_step(base: Model, updated: Model, options: ServerRate, observer: Observer = SILENT) -> ServerStep:
+def choose_step(base: Model, updated: Model, options: Aggregating, observer: Observer = SILENT) -> ServerStep:
     """The largest step from ``base`` through ``updated``, which is step 1, at which the loss on --probe has risen by
     at most --max-rise: at most the one that --server-lr names, 1 under restore, and MAX_STEP under auto.
 
@@ -95,7 +95,7 @@ def choose_step(base: Model, updated: Model, options: ServerRate, observer: Obse
     probe, max_rise = options.probe, options.max_rise
     assert probe is not None
     answers = read_answers(probe, tokenizer)
-    go_to = steps_between(base, updated, model)
+    go_to = steps_between(base, updated, model, options.dtype)
     losses = {0.0: answers.loss(model)}
     observer.stage("step", 4 + BISECTIONS, "tried")  # 1, 2, 4, 8 = MAX_STEP, and what is between
 
@@ -132,19 +132,44 @@ def choose_step(base: Model, updated: Model, options: ServerRate, observer: Obse
     return ServerStep(least, max_rise, losses)
 
 
-def steps_between(base: Model, updated: Model, model: PreTrainedModel) -> Callable[[float], None]:
+def measure_written(written: Model, step: ServerStep, probe: Path) -> ServerStep:
+    """``step`` with the loss of the model that was ``written`` at it, in place of the one that was predicted.
+
+    Raises MpuError if that has risen by more than was allowed. Whoever knows the arithmetic can choose changes near the
+    middle between two numbers of a dtype, so that what is tried and what is written are rounded apart.
+    """
+    from mpu_cli.model.load import load
+    from mpu_cli.model.network import read_answers
+
+    model, tokenizer = load(written, torch.float32, "auto")
+    measured = replace(step, losses=step.losses | {step.chosen: read_answers(probe, tokenizer).loss(model)})
+    if not measured.rise <= step.max_rise:  # NaN too
+        raise MpuError(
+            f"the loss on {probe} rises by {measured.rise:.3g} once the model is stored, and --max-rise allows "
+            f"{step.max_rise:g}",
+            "use --dtype float32, lower --server-lr, or ask the client for another delta",
+        )
+    return measured
+
+
+def steps_between(
+    base: Model, updated: Model, model: PreTrainedModel, dtype: str | None = None
+) -> Callable[[float], None]:
     """A function that gives ``model``, which was loaded from ``base``, the weights a step from there towards
-    ``updated``, which is step 1; a tensor at a time."""
+    ``updated``, which is step 1; a tensor at a time. They are rounded as a model is that is stored in ``dtype`` (None:
+    each tensor's own): a client can choose changes of which rounding leaves what does harm."""
     from mpu_cli.model.tensors import in_memory
 
-    places = in_memory(model, base.checkpoint.tensors)
+    specs = model_specs(base.checkpoint, base.layout, OPTION[dtype] if dtype else None)
+    places = in_memory(model, specs)
 
     @torch.no_grad()
     def go_to(step: float) -> None:
         for name, view in places.items():
             before = base.checkpoint.tensor(name).to(view.device, view.dtype)
             after = updated.checkpoint.tensor(name).to(view.device, view.dtype)
-            view.copy_(torch.lerp(before, after, step))
+            stored_dtype, _ = specs[name]
+            view.copy_(torch.lerp(before, after, step).to(TORCH[stored_dtype]))
 
     return go_to
 

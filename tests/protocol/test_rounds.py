@@ -12,7 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from mpu_cli.model.network import read_answers
+from mpu_cli.records.encode import Encoding
+from mpu_cli.records.read import read_records
 from tests.helpers.models import DemoModel, load, random_model, save, write_records
+from tests.helpers.publication import write_delta
 
 
 def test_one_copy_at_a_time(mpu: Callable, tmp_path: Path) -> None:
@@ -153,6 +156,49 @@ class TestTheStep:
         assert (returned_delta / "model/model.safetensors").read_bytes() == before
         assert mpu(*arguments, "--max-rise", rise / 3, "--server-lr", named).json["server_lr"] == float(named)
         mpu(*arguments[:-2], "--max-rise", rise / 3, refused="add --probe FILE", status=2)
+
+    @pytest.mark.parametrize(("excess", "dtype"), [(0.03, torch.float32), (1e-12, torch.float64)])
+    def test_the_bound_is_for_the_model_that_is_stored(
+        self, mpu: Callable, tmp_path: Path, excess: float, dtype: torch.dtype
+    ) -> None:
+        """A delta that cancels in more digits than the model has: to store it moves half of the weights by a whole unit
+        in the last place, towards a higher loss, and the others, which go as far the other way, not at all."""
+        base = save(random_model("llama", dtype=torch.bfloat16), tmp_path / "base")
+        probe = write_records(tmp_path / "probe.jsonl", 16, seed=3)
+        mpu("publish", base, "--copies", 1, "--permanent-noise", 0.001, "--symmetries", "none", cwd=tmp_path)
+        model, tokenizer = load(base, torch.float32, "cpu")
+        model.requires_grad_(True)
+        for example in Encoding(tokenizer).encode(read_records(probe)):
+            model(torch.tensor([example.ids]), labels=torch.tensor([example.labels])).loss.backward()
+        uphill = {name: parameter.grad.sign().double() for name, parameter in model.named_parameters()}
+
+        def half_units(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            weights = load_file(base / "model.safetensors")
+            changes = {}
+            for name in tensors:
+                unit = torch.exp2(torch.floor(torch.log2(weights[name].double().abs().clamp(min=1e-30))) - 7)
+                stays = torch.rand(unit.shape) < 0.5
+                changes[name] = (uphill[name] * torch.where(stays, excess - 0.5, excess + 0.5) * unit).to(dtype)
+            return changes
+
+        write_delta(tmp_path / "copy_1", tmp_path / "deltas/copy_1.safetensors", change=half_units)
+        arguments = ("aggregate", "deltas", "--trust-deltas", "--json", "--probe", probe)
+        mpu(*arguments, "--max-rise", 100, "--out", "any", cwd=tmp_path)
+
+        def loss_of(folder: Path) -> float:
+            return read_answers(probe, tokenizer).loss(load(folder, torch.float32, "cpu")[0])
+
+        bound = (loss_of(tmp_path / "any") - loss_of(base)) / 2
+        assert bound > 0
+        outcome = mpu(*arguments, "--max-rise", bound, check=False, cwd=tmp_path)
+        if outcome.status:
+            assert "--max-rise allows" in outcome.err
+            assert not (tmp_path / "unlearned").exists()
+        else:
+            step = outcome.json["step"]
+            written = loss_of(tmp_path / "unlearned")
+            assert written - loss_of(base) <= bound
+            assert written == pytest.approx(step["losses"][str(step["chosen"])], abs=1e-6)
 
     @pytest.mark.slow
     def test_what_is_refused(self, mpu: Callable, returned_delta: Path, demo: DemoModel) -> None:
