@@ -123,26 +123,38 @@ class ThroughSubmitit:
 
 
 class ThroughRay:
-    """Tasks of a Ray cluster that runs already: that of RAY_ADDRESS, or of this machine. Each has a GPU, if the cluster
-    has any, unless ``parameters``, the options of a remote function, say otherwise. All nodes see the sweep's folder.
+    """Tasks of the Ray cluster that RAY_ADDRESS names. Each has a GPU, if the cluster has any, unless ``parameters``,
+    the options of a remote function, say otherwise. All nodes see the sweep's folder.
 
-    Raises MpuError if Ray is not installed or no cluster runs, UsageError for parameters that it does not know.
+    Raises MpuError if Ray is not installed or no cluster runs, UsageError without RAY_ADDRESS and for parameters that
+    Ray does not know.
     """
 
     def __init__(self, parameters: Mapping[str, object]):
+        address = os.environ.get("RAY_ADDRESS", "")
+        if address in ("", "auto"):
+            # Ray would join whatever cluster it finds on this machine, also another user's, and unpickle its results.
+            raise UsageError(
+                "--launcher ray: RAY_ADDRESS does not name a cluster", "use the address that `ray start --head` printed"
+            )
         try:
             import ray
         except ImportError as error:
             raise MpuError("--launcher ray: is not installed", "pip install ray") from error
-        host, _, port = os.environ.get("RAY_ADDRESS", "").partition(":")
+        host, _, port = address.partition(":")
+        current_folder = os.getcwd()
         try:
             if port.isdecimal():  # Ray itself waits for minutes where nothing answers
                 socket.create_connection((host, int(port)), timeout=10).close()
-            ray.init(address="auto", log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True)
+            # Ray's workers import from the folder in which this is called, where somebody else may leave files.
+            os.chdir("/")
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, ignore_reinit_error=True)
         except OSError as error:
             raise MpuError(
-                "--launcher ray: no cluster runs", "begin one with `ray start --head`, or name it in RAY_ADDRESS"
+                "--launcher ray: no cluster runs", "begin one with `ray start --head`, and name it in RAY_ADDRESS"
             ) from error
+        finally:
+            os.chdir(current_folder)
         # A task that failed is not tried again: what an experiment wrote is for its user to look at.
         options = {"num_gpus": min(1, ray.cluster_resources().get("GPU", 0)), "max_retries": 0} | dict(parameters)
         try:

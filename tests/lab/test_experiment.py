@@ -24,7 +24,7 @@ from mpu_cli.demo.model import make_people
 from mpu_cli.files.sealing import default_identity_path, read_identities
 from mpu_cli.lab import rounds
 from mpu_cli.lab.rounds import publication_in
-from mpu_cli.lab.sweep import read_sweep
+from mpu_cli.lab.sweep import ThroughRay, read_sweep
 from mpu_cli.observer import Observer
 from mpu_cli.options.declare import from_flat
 from mpu_cli.options.experiment import Experiment
@@ -32,6 +32,7 @@ from mpu_cli.protocol.keys import unseal
 from mpu_cli.records.encode import Encoding
 from mpu_cli.records.read import read_records
 from mpu_cli.training.data import read_dataset
+from mpu_cli.version import __version__
 from tests.conftest import Outcome
 from tests.helpers.models import DemoModel, random_model, save, write_records
 from tests.helpers.protocol import distance, tensors
@@ -485,6 +486,32 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         wrong = mpu(*options, "--out", "wrong", *cluster[:2], "--launcher-options", "gpus=1", cwd=root, check=False)
         assert wrong.is_one_error
         assert mpu(*options, "--launcher-options", parameters, cwd=root, check=False).is_one_error
+
+    @pytest.mark.parametrize("address", [None, "", "auto"])
+    def test_a_ray_cluster_has_to_be_named(
+        self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch, address: str | None
+    ) -> None:
+        """Ray by itself joins one that it finds on this machine, whoever runs it, and unpickles what that returns."""
+        monkeypatch.setitem(sys.modules, "ray", None)  # not even imported
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        if address is not None:
+            monkeypatch.setenv("RAY_ADDRESS", address)
+        (root / "grid.toml").write_text(self.GRID)
+        mpu("sweep", "grid.toml", "--launcher", "ray", refused="RAY_ADDRESS", status=2, cwd=root)
+
+    @pytest.mark.slow
+    @pytest.mark.usefixtures("ray_cluster")
+    def test_rays_tasks_import_nothing_from_the_current_folder(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whose files may be somebody else's."""
+        (root / "mpu_cli.py").write_text("raise SystemExit('code of the current folder')")
+        monkeypatch.chdir(root)
+        import ray
+
+        ray.shutdown()  # of an earlier test, which was in another folder
+        assert ThroughRay({"num_cpus": 1}).run(["--version"]).stdout == f"mpu {__version__}\n"
+        assert Path.cwd() == root
 
     @pytest.mark.slow
     def test_a_ray_cluster_has_to_run(self, root: Path, shell: Callable) -> None:
