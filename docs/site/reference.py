@@ -18,8 +18,8 @@ INTRODUCTION = """# Which command?
 
 By who runs it. Every option can also be set with an environment variable: `MPU_` + command + option, such as
 `MPU_PUBLISH_KAPPA=0.01`. For every command there are `--help`, `--config FILE` (options from a TOML file, a table for
-each command), `--quiet` (warnings and errors only), `--profile` (how long each stage took) and `--debug` (a traceback
-when something fails).
+each command; none that run a program, send, replace files or trust somebody), `--quiet` (warnings and errors only),
+`--profile` (how long each stage took) and `--debug` (a traceback when something fails).
 """
 
 

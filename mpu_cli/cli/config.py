@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from mpu_cli.errors import UsageError
-from mpu_cli.options.declare import RECORDS, nearest
+from mpu_cli.options.command import Command
+from mpu_cli.options.declare import RECORDS, check_in_files, nearest
 from mpu_cli.toml import read_toml
 
 FLAG, VARIABLE = "--config", "MPU_CONFIG"
@@ -46,10 +47,13 @@ def without_config(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     return filtered, file
 
 
-def defaults_from(path: Path, commands: Mapping[str, Any]) -> dict[str, dict[str, object]]:
+def defaults_from(
+    path: Path, commands: Mapping[str, Any], classes: Mapping[str, type[Command]]
+) -> dict[str, dict[str, object]]:
     """What ``path`` sets, as ``{command: {parameter: value}}``: a table for each command, with its options by name.
 
-    Raises MpuError if the file cannot be read, UsageError for a command or an option that does not exist.
+    Raises MpuError if the file cannot be read, UsageError for a command or an option that does not exist or that no
+    file may set.
     """
     if path.suffix == ".json":
         raise UsageError(f"{FLAG} {path}: expected a TOML file of options", "a model's config.json is --model-config")
@@ -72,6 +76,8 @@ def defaults_from(path: Path, commands: Mapping[str, Any]) -> dict[str, dict[str
             elif not isinstance(value, list):
                 value = [value]
             defaults[name][parameter.name] = value
+        hint = "give it on the command line, or as a variable"
+        check_in_files(classes[name], defaults[name], f"{path}: [{name}] ", hint)
     return defaults
 
 

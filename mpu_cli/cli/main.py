@@ -143,7 +143,7 @@ def main(arguments: list[str] | None = None) -> None:
         for sentence in unknown_variables(os.environ, command.commands):
             warn(sentence)
         file = file or os.environ.get(VARIABLE)
-        defaults = defaults_from(Path(file), command.commands) if file else None
+        defaults = defaults_from(Path(file), command.commands, COMMANDS) if file else None
         arguments = in_two_levels(command.commands, COMMANDS, arguments)
         status = (
             command.main(join_repeated_options(arguments), prog_name="mpu", standalone_mode=False, default_map=defaults)

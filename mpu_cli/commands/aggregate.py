@@ -50,12 +50,15 @@ class Aggregate(Command):
         None, "Directory for the unlearned model (default: unlearned; after round 1, unlearned_R).", metavar="DIR"
     )
     as_adapter: bool = option(False, "Write LoRA deltas as one peft adapter for BASE instead of a model.")
-    push: str | None = option(None, "Upload the result to this private repository on the Hub.", metavar="OWNER/NAME")
+    push: str | None = option(
+        None, "Upload the result to this private repository on the Hub.", metavar="OWNER/NAME", in_files=False
+    )
     opening: Opening = group(Opening)
     trust_deltas: bool = option(
-        False, "Aggregate although deltas were trained differently, or the update is nothing but noise."
-    )
-    force: bool = option(False, FORCE)
+        False, "Aggregate although deltas were trained differently, or the update is nothing but noise.",
+        in_files=False,
+    )  # fmt: skip
+    force: bool = option(False, FORCE, in_files=False)
 
     def plan(self, observer: Observer = SILENT) -> AggregatePlan:
         """What will be read and written, after every check that needs no numbers."""

@@ -67,16 +67,18 @@ class Check(Command):
         None, "Write what was measured, signed and without records, for the server or an auditor.", metavar="FILE"
     )
     outside_dp: bool = option(
-        False, "Write a receipt although records were trained on with --dp-epsilon: no ε covers what it says."
-    )
+        False, "Write a receipt although records were trained on with --dp-epsilon: no ε covers what it says.",
+        in_files=False,
+    )  # fmt: skip
     trust_copy: bool = option(
         False,
         "Measure although tokenizer, template or config differ from the copy that was trained on; the verdict is "
         "undecided then.",
+        in_files=False,
     )
     show: bool = option(False, "Name the records that are still known: for you alone, not for the server.")
     identity: Path | None = option(None, IDENTITY, metavar="FILE")
-    force: bool = option(False, FORCE)
+    force: bool = option(False, FORCE, in_files=False)
 
     def run(self, observer: Observer = SILENT) -> Checked:
         """Measure the copy on the records, and judge; write the receipt, if there is one.

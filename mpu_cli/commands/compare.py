@@ -51,7 +51,7 @@ class Compare(Command):
     metrics: str | None = option(None, "Comma-separated metrics, or all (default: the main ones).", metavar="NAMES")
     plot: Path | None = option(None, "Plot the metrics (.png, .svg, .pdf or .html).", metavar="FILE")
     out: Path | None = option(None, "Also write the table (.tex for booktabs, .csv or .md).", metavar="FILE")
-    force: bool = option(False, FORCE)
+    force: bool = option(False, FORCE, in_files=False)
 
     def run(self, observer: Observer = SILENT) -> Comparison:
         from mpu_cli.files.tables import SUFFIXES, write_tables

@@ -62,6 +62,7 @@ class Evaluate(Command):
         "of MODEL. The key, if it needs one, is MPU_ENDPOINT_KEY.",
         metavar="URL",
         panel=Scoring.PANEL,
+        in_files=False,
     )
     endpoint_model: str | None = option(
         None, "The served model's name (default: the first that the endpoint lists).", metavar="NAME",
@@ -84,7 +85,7 @@ class Evaluate(Command):
         panel=OUTPUT,
     )
     identity: Path | None = option(None, IDENTITY, metavar="FILE")
-    force: bool = option(False, FORCE)
+    force: bool = option(False, FORCE, in_files=False)
 
     def run(self, observer: Observer = SILENT) -> Evaluation:
         """Measure the model, or the peft adapter in that folder on ``base`` or on the model that it names."""

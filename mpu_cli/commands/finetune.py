@@ -38,7 +38,7 @@ class Finetune(Command):
     epochs: int = option(5, "Passes over the records.", least=1)
     out: Path = option(Path("finetuned"), "Directory for the model.", metavar="DIR")
     log: Path | None = option(None, "Append the loss of each step as JSON lines.", metavar="FILE")
-    force: bool = option(False, FORCE)
+    force: bool = option(False, FORCE, in_files=False)
 
     def _records(self, observer: Observer) -> list[Record]:
         from mpu_cli.records.read import read_records

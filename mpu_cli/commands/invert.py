@@ -34,7 +34,7 @@ class Invert(Command):
     model_config: Path | None = option(None, MODEL_CONFIG, metavar="FILE")
     out: Path = option(Path("inverted"), "Directory for the inverted deltas.", metavar="DIR")
     opening: Opening = group(Opening)
-    force: bool = option(False, FORCE)
+    force: bool = option(False, FORCE, in_files=False)
 
     def _opened(self, observer: Observer) -> tuple[Keys, list[Delta]]:
         from mpu_cli.protocol.deltas import open_deltas

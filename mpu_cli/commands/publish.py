@@ -65,8 +65,11 @@ class Publish(Command):
         None,
         "Seal each copy as copy_k.age for its own client: m age public keys, or files that contain one.",
         metavar="A.pub,B.pub,…",
+        in_files=False,
     )
-    recipient: list[str] | None = option(None, "Seal the keys for this age public key (repeatable).", metavar="age1…")
+    recipient: list[str] | None = option(
+        None, "Seal the keys for this age public key (repeatable).", metavar="age1…", in_files=False
+    )
     passphrase: bool = option(False, "Seal the keys with a passphrase.")
     opening: Opening = group(Opening)
     run_name: str | None = option(
@@ -79,12 +82,13 @@ class Publish(Command):
         None, "Number of this round (default: the one after BASE's, or 1 with another --run).", metavar="R"
     )
     seed: int | None = option(
-        None, "For repeatable experiments only: whoever knows the seed can undo the copies.", metavar="N"
-    )
+        None, "For repeatable experiments only: whoever knows the seed can undo the copies.", metavar="N",
+        in_files=False,
+    )  # fmt: skip
     probe: Path | None = option(
         None, "Say how well a copy knows the answers of these records, beside BASE.", metavar="FILE"
     )
-    force: bool = option(False, FORCE)
+    force: bool = option(False, FORCE, in_files=False)
 
     def plan(self, observer: Observer = SILENT) -> PublishPlan:
         """What will be read and written, after every check that needs no weights."""

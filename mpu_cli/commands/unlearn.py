@@ -244,7 +244,7 @@ class Unlearn(Command):
     )
     show: int = option(0, "Print answers to the first N questions to forget, before and after.", metavar="N", least=0)
     identity: Path | None = option(None, IDENTITY, metavar="FILE")
-    force: bool = option(False, FORCE)
+    force: bool = option(False, FORCE, in_files=False)
 
     def plan(self, observer: Observer = SILENT) -> UnlearnPlan:
         """What will be done: the records are read, and no model is.

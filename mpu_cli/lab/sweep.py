@@ -46,7 +46,7 @@ from mpu_cli.measuring.metrics import RELEARNED, Metric
 from mpu_cli.measuring.retain import read_retain_log
 from mpu_cli.model.source import open_model
 from mpu_cli.observer import SILENT, Observer, Within
-from mpu_cli.options.declare import declared_options, flat, from_flat
+from mpu_cli.options.declare import check_in_files, declared_options, flat, from_flat
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.experiment import Experiment
 from mpu_cli.subprocesses import Ended, run_mpu, stop_running
@@ -255,7 +255,9 @@ def read_sweep(path: Path, overrides: Mapping[str, object] | None = None) -> lis
     of_run = {name: value for name, value in (overrides or {}).items() if not name.startswith("eval.")}
     cells: dict[str, Cell] = {}
     for case in cases:
-        options = {**document, **{name: value for name, value in case.items() if name != "eval"}, **of_run}
+        of_file = {**document, **{name: value for name, value in case.items() if name != "eval"}}
+        check_in_files(Experiment, of_file, f"{path}: ", "give it with --set")
+        options = {**of_file, **of_run}
         measured = {**evaluation, **case.get("eval", {}), **of_eval}
         from_flat(Measuring, {name: v for name, v in measured.items() if name != RETAIN_MODEL}, f"{path}: [eval] ")
         if RETAIN_MODEL in measured and "retain_log" in measured:
@@ -279,6 +281,7 @@ def overrides_of(path: Path) -> dict[str, object]:
     evaluation = document.pop("eval", {})
     if not isinstance(evaluation, dict):
         raise UsageError(f"{path}: eval: must be a table, under a line [eval]")
+    check_in_files(Experiment, document, f"{path}: ", "give it with --set")
     return {**document, **{f"eval.{name}": value for name, value in evaluation.items()}}
 
 

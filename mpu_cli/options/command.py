@@ -136,8 +136,9 @@ class Opening(Options):
     identity: Path | None = option(None, IDENTITY, metavar="FILE")
     passphrase_file: Path | None = option(None, PASSPHRASE_FILE, metavar="FILE")
     trust_keys: bool = option(
-        False, "Use keys that were not sealed with this server's secret, such as keys made on another machine."
-    )
+        False, "Use keys that were not sealed with this server's secret, such as keys made on another machine.",
+        in_files=False,
+    )  # fmt: skip
 
 
 def paths_from(arguments: Iterable[str]) -> list[Path]:

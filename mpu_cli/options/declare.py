@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -90,7 +90,7 @@ class Declaration:
     names (comma-separated on the command line, a list in a recipe), or list for what is repeated there, each of the
     type ``item``; ``words``: what a number may be instead; ``optional``: whether None, for "not set", is a value;
     ``choices``: empty if any value of the kind will do; ``affects_result``: whether a result depends on it by more than
-    its last bits; ``hidden``: from help.
+    its last bits; ``hidden``: from help; ``in_files``: whether a file of options may set it.
     """
 
     name: str
@@ -108,6 +108,7 @@ class Declaration:
     words: tuple[str, ...] = ()
     item: type = str
     hidden: bool = False
+    in_files: bool = True
 
     @property
     def is_required(self) -> bool:
@@ -180,9 +181,12 @@ def option(
     argument: bool = False,
     affects_result: bool = True,
     hidden: bool = False,
+    in_files: bool = True,
 ) -> Any:
     """A field of a group. ``default`` ``...`` makes it required; ``flag``: on the command line, if it is not the name
-    with hyphens; ``argument``: positional there and in Python; ``panel``: in help, if it is not the group's."""
+    with hyphens; ``argument``: positional there and in Python; ``panel``: in help, if it is not the group's.
+    ``in_files`` is False for what a file of options, which may be another party's, must not do unnoticed: run a
+    program, send something, choose secrets, replace files, leave out a check."""
     bounded = (least, above, below) != (None, None, None)
     metadata = {  # its names are those of fields of ``Declaration``
         "help": help,
@@ -193,6 +197,7 @@ def option(
         "argument": argument,
         "affects_result": affects_result,
         "hidden": hidden,
+        "in_files": in_files,
     }
     return field(default=MISSING if default is ... else default, metadata=metadata, kw_only=not argument)
 
@@ -240,6 +245,14 @@ def nearest(name: str, names: Collection[str]) -> str | None:
     if OTHER_NAMES.get(name) in names:
         return OTHER_NAMES[name]
     return next(iter(get_close_matches(name, names, 1)), None)
+
+
+def check_in_files(group_class: AnyClass, names: Iterable[str], where: str, hint: str) -> None:
+    """Raise UsageError, its text beginning with ``where``, if a file sets an option that no file may set."""
+    declarations = declared_options(group_class)
+    for name in names:
+        if name in declarations and not declarations[name].in_files:
+            raise UsageError(f"{where}{name}: cannot be set in a file, which may be somebody else's", hint)
 
 
 def _build(group_class: type[Group], values: Mapping[str, object], where: str) -> Group:

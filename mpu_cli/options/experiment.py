@@ -29,6 +29,7 @@ class Experiment(Options):
         "'torchrun --nproc-per-node=4 -m --'.",
         metavar="COMMAND",
         affects_result=False,
+        in_files=False,
     )
     min_cosine: float | None = option(
         None, "Stop before the first round in which two copies' changes have a smaller cosine.", least=-1, below=1

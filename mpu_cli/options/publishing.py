@@ -247,6 +247,7 @@ class Publishing(Options):
         False,
         "Publish although an earlier publication of the base had permanent noise of another scale, with which this one "
         "can be averaged, or spent ε that this one adds to.",
+        in_files=False,
     )
 
     def with_scale(self, *, with_pretrained: bool) -> Publishing:

@@ -260,6 +260,7 @@ class Privacy(Options):
         False,
         "All records of this training are public, or from `mpu surrogate`: your ledger counts it as spending nothing.",
         affects_result=False,
+        in_files=False,
     )
     dp_budget: float | None = option(
         None,
@@ -365,7 +366,9 @@ class Checks(Options):
         "say when the records, which it never saw, are forgotten.",
         metavar="MODEL",
     )
-    trust_copy: bool = option(False, "Train on a copy although it shows signs that it was built to carry records out.")
+    trust_copy: bool = option(
+        False, "Train on a copy although it shows signs that it was built to carry records out.", in_files=False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -382,4 +385,4 @@ class Logging(Options):
         None, "Steps between the checkpoints of --resume (default: one a minute).", above=0
     )
     log: Path | None = option(None, "Append the losses of each step as JSON lines.", metavar="FILE")
-    report_to: Literal["tensorboard", "wandb"] | None = option(None, "Where to report the losses.")
+    report_to: Literal["tensorboard", "wandb"] | None = option(None, "Where to report the losses.", in_files=False)

@@ -160,15 +160,16 @@ class TestOptionsFromAFile:
     ) -> None:
         """In any position; names with hyphens or underscores; lists as on the command line with commas."""
         (root / "mpu.toml").write_text(
-            '[publish]\nkappa = 0.5\nseed = 3\npermanent-noise = 0.25\nbase = "base"\nnodes = [1, -1, 2]\n'
+            '[publish]\nkappa = 0.5\npermanent-noise = 0.25\nbase = "base"\nnodes = [1, -1, 2]\n'
             '[aggregate]\nkeys = "other.bin"\n'
         )
         monkeypatch.setenv("MPU_PUBLISH_PERMANENT_NOISE", "0.125")
-        outcome = mpu("publish", "--kappa", 0.75, "--config", "mpu.toml", "--json", cwd=root)
+        outcome = mpu("publish", "--kappa", 0.75, "--config", "mpu.toml", "--seed", 3, "--json", cwd=root)
         assert "κ = 0.75 and permanent noise of 0.125" in outcome.err
         assert outcome.json["noise"]["factors"] == [1, -1, 2]
         monkeypatch.delenv("MPU_PUBLISH_PERMANENT_NOISE")
-        assert "permanent noise of 0.25" in mpu("publish", "--config", "mpu.toml", "--force", cwd=root).err
+        again = mpu("publish", "--config", "mpu.toml", "--seed", 3, "--force", cwd=root)
+        assert "permanent noise of 0.25" in again.err
         assert "other.bin: cannot read" in mpu("--config=mpu.toml", "aggregate", "x", check=False, cwd=root).err
 
     def test_several_files_of_records(self, mpu: Callable, root: Path) -> None:
@@ -195,6 +196,33 @@ class TestOptionsFromAFile:
         (root / "mpu.toml").write_text(text)
         mpu("publish", "base", "--config", "mpu.toml", refused=named, cwd=root)
         assert not list(root.glob("copy_*"))
+
+    def test_what_a_file_may_not_set(self, mpu: Callable, root: Path) -> None:
+        """It may be the other party's: nothing that runs, sends, replaces, chooses secrets or leaves out a check."""
+        refused = {
+            "aggregate": {"push", "trust_deltas", "trust_keys", "force"},
+            "check": {"outside_dp", "trust_copy", "force"},
+            "evaluate": {"endpoint", "force"},
+            "publish": {"copy_recipients", "recipient", "seed", "publish_again", "trust_keys", "force"},
+            "run": {"launch", "public_records"},
+            "sweep": {"launcher_options"},
+            "trace": {"endpoint", "trust_keys"},
+            "unlearn": {"public_records", "trust_copy", "report_to", "force"},
+        }
+        for name, command in COMMANDS.items():
+            closed = {option.name for option in declared_options(command).values() if not option.in_files}
+            assert refused.get(command.__name__.lower(), closed) == closed
+            for option in declared_options(command).values():  # of the commands of the future, too
+                if option.name == "force" or option.name.startswith("trust_"):
+                    assert option.name in closed, (name, option.name)
+        (root / "mpu.toml").write_text("[run]\nlaunch = \"sh -c 'touch ran' --\"\n")
+        mpu("run", "base", "--config", "mpu.toml", refused="[run] launch: cannot be set in a file", status=2, cwd=root)
+        (root / "grid.toml").write_text("base = 'base'\nlaunch = \"sh -c 'touch ran' --\"\n")
+        (root / "with.toml").write_text("launch = 'sh'\n")
+        mpu("sweep", "grid.toml", refused="grid.toml: launch: cannot be set in a file", status=2, cwd=root)
+        (root / "grid.toml").write_text("base = 'base'\n")
+        mpu("sweep", "grid.toml", "--with", "with.toml", refused="with.toml: launch", status=2, cwd=root)
+        assert not (root / "ran").exists()
 
     def test_a_models_config_is_another_option(self, mpu: Callable, root: Path) -> None:
         mpu("publish", "base", "--config", "base/config.json", refused="--model-config", cwd=root)

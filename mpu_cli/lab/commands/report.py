@@ -40,7 +40,7 @@ class Report(Command):
     over: str | None = option(
         None, "Axes to average over (default: secret_seed and seed, if they vary).", metavar="OPTIONS"
     )
-    force: bool = option(False, FORCE)
+    force: bool = option(False, FORCE, in_files=False)
 
     def run(self, observer: Observer = SILENT) -> dict[str, Any]:
         """The page, how many experiments it shows, and those that have no result."""

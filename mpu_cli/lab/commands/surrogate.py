@@ -39,7 +39,7 @@ class Surrogate(Command):
     forget: str = option("forget.jsonl", "The private records to forget.", metavar="DATA")
     out: Path = option(Path("surrogate.jsonl"), "The surrogate records to write.", metavar="FILE")
     identity: Path | None = option(None, IDENTITY, metavar="FILE")
-    force: bool = option(False, FORCE)
+    force: bool = option(False, FORCE, in_files=False)
 
     def preview(self, observer: Observer) -> Report:
         """The bound, without spending anything."""

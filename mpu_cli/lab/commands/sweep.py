@@ -74,6 +74,7 @@ class Sweep(Command):
         "Parameters of submitit's executor, such as slurm_partition=gpu,gpus_per_node=1,timeout_min=600, or of a Ray "
         "task, such as num_cpus=4,num_gpus=1.",
         metavar="NAME=VALUE,…",
+        in_files=False,
     )
     cell: str | None = option(None, "", hidden=True)
 

@@ -49,6 +49,7 @@ class Trace(Command):
         "Trace a model that is only served, at the address of an OpenAI-compatible server that returns the "
         "log-probabilities of prompts (vLLM); needs --texts.",
         metavar="URL",
+        in_files=False,
     )
     endpoint_model: str | None = option(
         None, "Name of the served model (default: the first that it lists).", metavar="NAME"
