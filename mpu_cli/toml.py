@@ -19,7 +19,7 @@ def parse_value(text: str) -> object:
     """``text`` as a TOML value, or unchanged if it is not one, so that words need no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -29,5 +29,5 @@ def read_toml(path: Path) -> dict[str, Any]:
         return tomllib.loads(read_text(path))
     except OSError as error:
         raise MpuError(f"{path}: cannot be read: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also a number of too many digits, and lists that are too deep
         raise MpuError(f"{path}: not TOML ({error})") from error

@@ -82,6 +82,14 @@ def is_computable(value: float) -> bool:
     return value == 0 or SMALLEST <= abs(value) <= LARGEST
 
 
+def as_float(number: float) -> float:
+    """``number`` as a float; infinite if it is an integer that none can hold."""
+    try:
+        return float(number)
+    except OverflowError:
+        return math.inf if number > 0 else -math.inf
+
+
 @dataclass(frozen=True)
 class Declaration:
     """One option, as its group declares it.
@@ -130,7 +138,7 @@ class Declaration:
                 complaint = f"{where}{self.name} = {value!r}: must be a number or {' or '.join(self.words)}"
                 raise UsageError(complaint) from error
         if self.kind is float and type(value) is int:
-            value = float(value)
+            value = as_float(value)
         if self.kind is Path and isinstance(value, str):
             value = Path(value)
         if self.kind is tuple:
@@ -153,9 +161,10 @@ class Declaration:
         if not isinstance(value, int | float) or isinstance(value, bool) or value in allowed:
             return
         label = f"{where}{self.name} =" if where else self.flag
-        if math.isfinite(value) and not is_computable(value):
+        is_finite = math.isfinite(as_float(value))
+        if is_finite and not is_computable(value):
             raise UsageError(f"{label} {value}: must be 0 or between {SMALLEST:g} and {LARGEST:g} in size")
-        finite = "" if math.isfinite(value) or allowed == Range() else "finite and "
+        finite = "" if is_finite or allowed == Range() else "finite and "
         raise UsageError(f"{label} {value}: must be {finite}{allowed}")
 
 

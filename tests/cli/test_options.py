@@ -190,6 +190,9 @@ class TestOptionsFromAFile:
             ("[publisch]\nkappa = 1", "publisch: not a command"),
             ("[publish", "not TOML"),
             ("[publish]\nkappa = 'much'", "--kappa"),
+            (f"[publish]\nkappa = {'9' * 5000}", "not TOML"),
+            (f"[publish]\nkappa = {'[' * 5000}{']' * 5000}", "not TOML"),
+            (f"[publish]\ncopies = {'9' * 400}", "--copies"),
         ],
     )
     def test_mistakes(self, mpu: Callable, root: Path, text: str, named: str) -> None:
@@ -223,6 +226,11 @@ class TestOptionsFromAFile:
         (root / "grid.toml").write_text("base = 'base'\n")
         mpu("sweep", "grid.toml", "--with", "with.toml", refused="with.toml: launch", status=2, cwd=root)
         assert not (root / "ran").exists()
+
+    @pytest.mark.parametrize("option", ["kappa", "rounds"])
+    def test_a_number_that_no_float_holds(self, mpu: Callable, root: Path, option: str) -> None:
+        (root / "grid.toml").write_text(f"base = 'base'\n{option} = {'9' * 400}\n")
+        mpu("sweep", "grid.toml", refused=f"grid.toml: {option} = ", status=2, cwd=root)
 
     def test_a_models_config_is_another_option(self, mpu: Callable, root: Path) -> None:
         mpu("publish", "base", "--config", "base/config.json", refused="--model-config", cwd=root)
