@@ -248,8 +248,8 @@ def default_step(base: Model, deltas: Sequence[Delta], weights: torch.Tensor) ->
             there = torch.tensor([change is not None for change in changes])
             gram[there[:, None] & there[None, :]] += (rows @ rows.T).reshape(-1)
         undoing.forget_pages(tensor)
-    mean_square, square = math.fsum(gram.diagonal().tolist()) / len(deltas), float(weights @ gram @ weights)
-    if not square > 0:
+    mean_square, square = float(gram.diagonal().mean()), float(weights @ gram @ weights)
+    if not (square > 0 and math.isfinite(mean_square)):  # or not finite, which is refused once all is read
         return 1.0
     return round(min(max(1.0, math.sqrt(mean_square / square)), MOST_RESTORED), 2)
 

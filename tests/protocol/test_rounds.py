@@ -200,6 +200,24 @@ class TestTheStep:
             assert written - loss_of(base) <= bound
             assert written == pytest.approx(step["losses"][str(step["chosen"])], abs=1e-6)
 
+    def test_changes_whose_squares_overflow_together(self, mpu: Callable, publication: Path) -> None:
+        """Each has a norm, and the step that follows from them is the usual one."""
+        enormous = 1.1e154  # its square is a float64, and twice that is not
+
+        def change(_: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            changes = {n: torch.zeros_like(x).double() for n, x in load_file(base / "model.safetensors").items()}
+            changes["model.norm.weight"][0] = enormous
+            return changes
+
+        base = publication / "base"
+        for k in (1, 2):
+            target = publication / f"deltas/copy_{k}.safetensors"
+            facts = {"inverted": True, "until_done": True}
+            write_delta(publication / f"copy_{k}", target, change=change, facts=facts)
+        document = mpu("aggregate", publication / "deltas", "--keys", publication / "keys.bin", "--dtype", "float64",
+                       "--out", publication / "u", "--trust-deltas", "--json").json  # fmt: skip
+        assert (document["norm"], document["server_lr"]) == (pytest.approx(enormous), 1)
+
     @pytest.mark.slow
     def test_what_is_refused(self, mpu: Callable, returned_delta: Path, demo: DemoModel) -> None:
         out, keys = returned_delta / "refused", ("--keys", returned_delta / "keys.bin")
