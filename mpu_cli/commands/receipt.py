@@ -126,22 +126,21 @@ class Receipt(Command):
 
         keys = opened_keys(keys_file, self.opening, observer)
         check_origin(document, keys, self.file)
+        if self.copy is None or self.base is not None:  # first the server's mistakes, which are not the client's
+            model = published_base(keys, self.base, None)
+            check_base(model, keys)
         if self.copy is None:
             with Transaction() as transaction:
                 folder = transaction.scratch(keys_file.absolute().parent)
-                model = published_base(keys, self.base, None)
                 check_copy(document, remake_copy(model, keys, document.copy.copy, folder), self.file)
         else:
             sent = open_model(str(self.copy))
             check_copy(document, sent, self.file)
-            if self.base is not None:
-                model = open_model(self.base)
-                check_base(model, keys)
-                if not verify(model, sent, keys, logits=False).ok:
-                    raise MpuError(
-                        f"{self.copy}: not what the keys make of {self.base}",
-                        "publish the model in service, and check that copy",
-                    )
+            if self.base is not None and not verify(model, sent, keys, logits=False).ok:
+                raise MpuError(
+                    f"{self.copy}: not what the keys make of {self.base}",
+                    "publish the model in service, and check that copy",
+                )
         checked = ServerCheck(date=today(), model=keys.base.fingerprint if self.base else None)
         signed = msgspec.structs.replace(document, checked=checked)
         return with_signature(signed, "server", server_secret(observer.note))
