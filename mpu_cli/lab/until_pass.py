@@ -20,12 +20,14 @@ from mpu_cli.files.resumption import alone_in
 from mpu_cli.lab.rounds import begin, facts_of
 from mpu_cli.measuring.verdict import Verdict
 from mpu_cli.observer import SILENT, Observer, Within
+from mpu_cli.options.declare import declared_options
 from mpu_cli.options.evaluation import Checking, Scoring
 from mpu_cli.options.experiment import Experiment
 from mpu_cli.options.publishing import Aggregating, Publishing
 from mpu_cli.options.unlearning import Checks, Goal, Logging, Stopping
 from mpu_cli.training.data import read_dataset
 
+UNUSED = ("min_cosine", "loss_reference")  # options of Experiment that no command has
 MOST_ROUNDS = 3  # each of which is one more draw of the noise that hides the weights
 
 
@@ -54,6 +56,11 @@ def run_until_pass(
         raise UsageError("--until-pass: plays the protocol in one process", "leave out --mode and --launch")
     if experiment.unlearning.epochs is not None or experiment.unlearning.privacy.dp_epsilon is not None:
         raise UsageError("--until-pass: trains until it is done", "leave out --epochs and --dp-epsilon")
+    declarations = declared_options(Experiment)
+    for name in UNUSED:
+        if getattr(experiment, name) != declarations[name].default:
+            flag = declarations[name].flag
+            raise UsageError(f"--until-pass: plays the commands, which have no {flag}", "leave it out")
     experiment.server_rate.check_step()
     facts = facts_of(experiment, read_dataset(experiment.unlearning))
     begin(folder, {**facts, "until": {**asdict(goal), **asdict(stopping)}})

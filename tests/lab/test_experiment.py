@@ -720,6 +720,15 @@ class TestUntilPass:
         mpu(*run, "--kappa", 0.02, cwd=tmp_path, fails="holds a different experiment")
         assert "need --until-pass" in mpu("run", demo.model, *records, "--max-left", 0.1, check=False).err
 
+    @pytest.mark.parametrize("option", [("--min-cosine", 0.9), ("--loss-reference", "round")])
+    def test_what_no_command_has_is_refused(
+        self, mpu: Callable, tmp_path: Path, demo: DemoModel, option: tuple
+    ) -> None:
+        """Instead of left out: --min-cosine says when a round must not count."""
+        run = ("run", demo.model, "--forget", demo.forget, "--retain", demo.retain, "--until-pass")
+        mpu(*run, *option, refused=f"which have no {option[0]}", status=2, cwd=tmp_path)
+        assert not list(tmp_path.iterdir())
+
     @pytest.mark.slow
     def test_another_round_forgets_what_one_did_not(self, mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
         """As long as it is not forgotten; each round leaves less, and no round follows one that forgot."""
