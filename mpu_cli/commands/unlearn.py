@@ -278,9 +278,9 @@ class Unlearn(Command):
             )
         tasks = self._tasks(copies)
         earlier: list[Source] = []
-        if until and not self.alone:
+        if until and not (self.alone or options.privacy.public_records):
             tasks, data, earlier = self._with_earlier(tasks, data, observer)
-        check_options(options)
+        check_options(options, until.goal if until else None)
         check_logging(self.logging, options.privacy)
         if options.privacy.dp_epsilon is not None:
             check_opacus()

@@ -179,9 +179,9 @@ def facts_of(experiment: Experiment, data: Dataset) -> dict[str, object]:
     def digest(rows: Sequence[object]) -> str:
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
-    sets = {"forget": data.forget, "retain": data.retain}
     records: dict[str, object] = {
-        name: {"count": len(each), "sha256": digest([record.content for record in each])} for name, each in sets.items()
+        name: {"count": len(each), "sha256": digest([record.content for record in each])}
+        for name, each in data.sets.items()
     }
     facts = {
         "mpu": __version__,

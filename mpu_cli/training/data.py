@@ -51,6 +51,17 @@ REFUSALS = (
 )
 
 
+# Everything that a training reads of the client's: each option that names a file of it, and the sets that come of this
+# file. What has to hold for all records of a training (that they are public, that a digest covers them, that the ledger
+# counts them) goes through this table, so that a set that is added here is not missed by any of it.
+SETS_OF_OPTION = {
+    "forget": ("forget",),
+    "retain": ("retain", "held_out"),
+    "unseen": ("unseen",),
+    "alternates": ("alternates",),
+}
+
+
 @dataclass(frozen=True)
 class Dataset:
     """What to forget and what to keep.
@@ -65,10 +76,21 @@ class Dataset:
     held_out: Sequence[Record] = ()
     unseen: Sequence[Record] = ()
 
+    @property
+    def sets(self) -> dict[str, Sequence[Record]]:
+        """All sets of records, by name, also those that are only scored."""
+        names = [name for of_option in SETS_OF_OPTION.values() for name in of_option if name != "alternates"]
+        return {name: getattr(self, name) for name in names}
+
+    @property
+    def records(self) -> list[Record]:
+        """The records of all sets."""
+        return [record for records in self.sets.values() for record in records]
+
     def warnings(self, privacy: Privacy) -> list[str]:
         """What is probably not as intended, a sentence each; under a ``privacy`` bound, also whom it protects."""
         remarks = []
-        for records in (self.forget, self.retain):
+        for records in self.sets.values():
             paragraphs = paragraphs_in(records[0]) if len(records) == 1 else 1
             if paragraphs > 1:
                 remarks.append(
@@ -165,8 +187,8 @@ def encoded_sets(
     encoded: Encoded = {}
     record_numbers: dict[str, list[int]] = {}
     records = sets_of(data, objective)
-    for name, set_records in (("held_out", data.held_out), ("unseen", data.unseen)):
-        if set_records:  # scored on the way, and not trained on
+    for name, set_records in data.sets.items():
+        if name not in (*records, "retain") and set_records:  # scored on the way, and not trained on
             records[name] = set_records
     reference_outputs_of = {
         "forget": algorithm.reference_outputs, "alternate": algorithm.reference_outputs,
@@ -216,10 +238,10 @@ def alternates(records: Sequence[Record], answers: Sequence[str]) -> list[Record
 
 
 def records_digest(data: Dataset) -> str:
-    """SHA-256 of the records as the client has them, in hexadecimal.
+    """SHA-256 of the records of all sets as the client has them, in hexadecimal.
 
     Not of their tokens: those are what the copy's tokenizer and template make of them, so two copies that treat a word
     differently would tell its owner, by equal digests, that no record has that word.
     """
-    contents = [record.content for record in (*data.forget, *data.retain, *data.held_out)]
+    contents = {name: [record.content for record in records] for name, records in data.sets.items()}
     return hashlib.sha256(json.dumps([contents, list(data.alternates)], default=str).encode()).hexdigest()

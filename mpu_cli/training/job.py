@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
@@ -26,11 +27,11 @@ from mpu_cli.model.source import Model
 from mpu_cli.model.tensors import check_bitsandbytes, scales, share_in_4_bits
 from mpu_cli.observer import Observer
 from mpu_cli.options.declare import declared_options, flat
-from mpu_cli.options.unlearning import AUTO, Checks, Logging, Lora, Privacy, Records, Training, Unlearning
+from mpu_cli.options.unlearning import AUTO, Checks, Goal, Logging, Lora, Privacy, Records, Training, Unlearning
 from mpu_cli.records.encode import no_template
 from mpu_cli.records.forms import check_units, parse_date
 from mpu_cli.subprocesses import process_count
-from mpu_cli.training.data import Dataset, records_digest, sets_of
+from mpu_cli.training.data import SETS_OF_OPTION, Dataset, records_digest, sets_of
 from mpu_cli.training.delta import Change, change_of, stored_specs
 from mpu_cli.training.execution import check_compiler, in_precision
 from mpu_cli.training.ledger import LedgerEntry
@@ -43,7 +44,6 @@ from mpu_cli.training.stopping import Until
 
 # What can be said of options, records and a copy before anything is trained.
 
-RECORD_VARIABLES = ("MPU_UNLEARN_FORGET", "MPU_UNLEARN_RETAIN")
 ROTATED = ("paper", "all")  # sets of symmetries that do more than permute coordinates and change their signs
 PRECISIONS = {  # dtype of the weights
     "float32": torch.float32, "tf32": torch.float32, "mixed": torch.float32, "bfloat16": torch.bfloat16,
@@ -56,9 +56,12 @@ def epochs_of(options: Unlearning) -> int:
     return algorithm_named(options.algo).epochs if options.epochs is None else options.epochs
 
 
-def check_options(options: Unlearning) -> Objective:
-    """The objective that ``options`` describe. Raises UsageError for options that do not go together or do not work
-    here, and for a constant that the algorithm does not have."""
+def check_options(options: Unlearning, goal: Goal | None = None) -> Objective:
+    """The objective that ``options`` describe; ``goal``: of a training that stops when it is done, or None.
+
+    Raises UsageError for options that do not go together or do not work here, and for a constant that the algorithm
+    does not have.
+    """
     objective = objective_of(options.algo, options.loss)
     training, lora, privacy = options.training, options.lora, options.privacy
     is_private = privacy.dp_epsilon is not None
@@ -76,7 +79,7 @@ def check_options(options: Unlearning) -> Objective:
     if is_private and privacy.public_records:
         raise UsageError("--public-records does not work with --dp-epsilon", "public records need no noise")
     if privacy.public_records:
-        _check_public_files(options.records, objective)
+        _check_public_files(options, goal, objective)
     if is_private:
         check_units(options.records.reading, privacy.dp_unit)
         check_objective(options.algo, objective)
@@ -102,24 +105,26 @@ def in_float32_if_private(options: Unlearning, observer: Observer) -> Unlearning
     return replace(options, training=replace(options.training, precision="float32"))
 
 
-def _check_public_files(records: Records, objective: Objective) -> None:
-    """Raise UsageError for --public-records on the files that private records have unless named otherwise: the default
-    ones, and those that the environment names, however they are written."""
-    defaults = Records()
-    usual = [defaults.forget, defaults.retain]
-    for variable in RECORD_VARIABLES:
-        usual += os.environ.get(variable, "").splitlines()
+def _check_public_files(options: Unlearning, goal: Goal | None, objective: Objective) -> None:
+    """Raise UsageError for --public-records on files that private records have unless named otherwise: forget.jsonl and
+    the like, and those that a variable of any command names, however they are written."""
+    usual = [f"{name}.jsonl" for name in SETS_OF_OPTION]
+    for variable, value in os.environ.items():
+        if re.fullmatch(rf"MPU_[A-Z_]+_({'|'.join(SETS_OF_OPTION)})", variable, re.IGNORECASE):
+            usual += value.splitlines()
     private = {_resolved(name) for name in usual}
-    names = records.forget.splitlines()
-    if objective.constants.alpha:  # else no retain records are read
-        names += records.retain.splitlines()
-    for name in names:
-        if _resolved(name) in private:
-            raise UsageError(
-                f"--public-records: {name} is where private records are expected: {defaults.forget}, "
-                f"{defaults.retain}, and what {' and '.join(RECORD_VARIABLES)} name",
-                "name the public ones with --forget and --retain",
-            )
+    named = flat(options) | (flat(goal) if goal else {})
+    if not objective.constants.alpha:  # no retain records are read
+        del named["retain"]
+    for option in SETS_OF_OPTION:
+        for name in str(named.get(option) or "").splitlines():
+            if _resolved(name) in private:
+                raise UsageError(
+                    f"--public-records: {name} is where private records are expected: "
+                    f"{', '.join(f'{each}.jsonl' for each in SETS_OF_OPTION)}, and what variables such as "
+                    f"MPU_UNLEARN_{option.upper()} name",
+                    f"name public ones with --{option}",
+                )
 
 
 def _resolved(name: str) -> str:
@@ -244,10 +249,9 @@ def entry_of(job: TrainingJob, loaded: LoadedCopy) -> LedgerEntry:
     options, weights = job.options, loaded.fingerprint
     training = _digest([surroundings, records, decisive_options(options), job.until and job.until.facts()])
     run, round_, copy = (job.manifest.run, job.manifest.round, job.manifest.copy) if job.manifest else ("", 0, 0)
-    count = len(job.data.forget) + len(job.data.retain) + len(job.data.held_out)
     return LedgerEntry(
         identity=_digest([weights, training]), run=run, round=round_, copy=copy, weights=weights,
-        algorithm=options.algo, records=count,
+        algorithm=options.algo, records=len(job.data.records),
         mechanism=loaded.private.mechanism if loaded.private else None, data=records, surroundings=surroundings,
         public=options.privacy.public_records, unit=options.privacy.dp_unit, training=training,
     )  # fmt: skip
@@ -336,7 +340,7 @@ def prepare_job(
 ) -> TrainingJob:  # fmt: skip
     """Check what can be checked before the model is loaded. Raises MpuError for processes that cannot reach each other,
     UsageError for DP-SGD on several."""
-    objective = check_options(options)
+    objective = check_options(options, until.goal if until else None)
     options = in_float32_if_private(options, observer)
     if until is None:
         options = with_epochs(options, len(data.forget))

@@ -315,7 +315,7 @@ def _signs(job: TrainingJob, loaded: LoadedCopy, encoded: Encoded) -> list[str]:
     if checks and job.public and job.is_main_process:
         texts = []
         if not loaded.private:
-            for record in (*data.forget, *data.retain):
+            for record in data.records:
                 for turn in (*record.turns, record.answer_turn):
                     if turn.content:
                         texts.append(turn.content)
