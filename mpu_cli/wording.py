@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from mpu_cli.errors import UsageError
 
@@ -26,6 +28,14 @@ def printable(text: str, spaces: str = "\n\t") -> str:
 def one_line(text: str) -> str:
     """``text`` as one line of a table: a name in a hostile folder must not look like a line of its own."""
     return printable(text, spaces="")
+
+
+def command_line(*words: str | Path) -> str:
+    """A command to paste, quoted for the shell. What is a path is never read as an option: another party chose the
+    names of the files that it sent, and one that begins with a hyphen would decide how mpu runs."""
+    return shlex.join(
+        f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word) for word in words
+    )
 
 
 def names_in(text: str | None) -> tuple[str, ...]:

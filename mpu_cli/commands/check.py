@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
@@ -18,6 +17,7 @@ from mpu_cli.options.declare import as_arguments, declared_options, group, optio
 from mpu_cli.options.evaluation import Checking, Scoring
 from mpu_cli.options.unlearning import Checks, Goal, Unlearning
 from mpu_cli.subprocesses import process_count
+from mpu_cli.wording import command_line
 
 if TYPE_CHECKING:
     from mpu_cli.measuring.receipt import CopyFacts, Receipt
@@ -180,7 +180,7 @@ class Check(Command):
             # On the checked copy, with the check's records, goal and way to read them; how the check ran is left out.
             of_unlearn = {*declared_options(Unlearning), *declared_options(Goal), *declared_options(Checks)}
             left_out = (declared_options(Checking).keys() - of_unlearn) | declared_options(Scoring).keys()
-            again = shlex.join(["mpu", "unlearn", *_all_copies(self.copy), *as_arguments(self.checking, left_out)])
+            again = command_line("mpu", "unlearn", *_all_copies(self.copy), *as_arguments(self.checking, left_out))
             first = "next:" if verdict.step is None else "or, if the server no longer has the deltas:"
             observer.note(f"{first} `{again}`, and return the delta to the server")
         document = {
@@ -195,19 +195,19 @@ class Check(Command):
         return Report([verdict.sentence], document, status=0 if verdict.passes else 1)
 
 
-def _all_copies(copy: str) -> list[str]:
+def _all_copies(copy: str) -> list[Path]:
     """``copy``, and those of its publication that lie beside it: deltas of all of them are needed."""
     manifest = read_copy_manifest(Path(copy)) if Path(copy).is_dir() else None
     if manifest is None:
-        return [copy]
-    copies = [copy]
+        return [Path(copy)]
+    copies = [Path(copy)]
     for path in Path(copy).parent.glob("copy_*"):
         try:
             other = read_copy_manifest(path) if path.is_dir() and not path.is_symlink() else None
         except MpuError:  # something else, or damaged: it is not what was checked
             continue
         if other and (other.run, other.round) == (manifest.run, manifest.round) and other.copy != manifest.copy:
-            copies.append(str(path))
+            copies.append(path)
     return sorted(copies)
 
 

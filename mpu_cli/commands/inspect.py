@@ -13,7 +13,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import IDENTITY, PASSPHRASE_FILE, Command, Opening, Report
 from mpu_cli.options.declare import option
-from mpu_cli.wording import one_line
+from mpu_cli.wording import command_line, one_line
 
 if TYPE_CHECKING:
     from mpu_cli.files.manifest import CopyManifest
@@ -74,10 +74,11 @@ def _sealed_facts(path: Path, identity: Path | None, passphrase_file: Path | Non
     from mpu_cli.files.sealing import default_identity_path
     from mpu_cli.protocol.keys import MAX_KEYS_FILE, needs_passphrase
 
+    by_age = command_line("age", "-d", "-i", "IDENTITY", path)
     copy = {
         "kind": "copy, sealed for its client (age v1)",
         "bytes": path.stat().st_size,
-        "to open": f"mpu unlearn {path}, or age -d -i IDENTITY {path} | tar x",
+        "to open": f"{command_line('mpu', 'unlearn', path)}, or {by_age} | tar x",
     }
     facts: dict[str, object] = {"kind": "keys of a publication, sealed (age v1)"}
     if path.stat().st_size > MAX_KEYS_FILE:

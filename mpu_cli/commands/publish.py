@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,7 +16,7 @@ from mpu_cli.options.command import FORCE, MODEL_CONFIG, Command, Opening, Previ
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.publishing import RANDOM, Disguise, Publishing
 from mpu_cli.text import read_text
-from mpu_cli.wording import few
+from mpu_cli.wording import command_line, few
 
 if TYPE_CHECKING:
     from mpu_cli.model.source import Model
@@ -258,7 +257,7 @@ def command_to_publish(model: Path, keys: Keys) -> str:
 
     publication = keys.publication
     scheme, calibration = publication.scheme, publication.calibration
-    command = ["mpu", "publish", str(model)]
+    command: list[str | Path] = ["mpu", "publish", model]
     usual = Disguise(mark=0.0)  # what stands where nothing is said
     if keys.reference is not None:
         command += ["--pretrained", keys.reference]
@@ -299,7 +298,7 @@ def command_to_publish(model: Path, keys: Keys) -> str:
         command += ["--copy-recipients", ",".join(in_order if len(set(in_order)) > 1 else in_order[:1])]
     if publication.dtype:
         command += ["--dtype", WORD[publication.dtype]]
-    return shlex.join(command)
+    return command_line(*command)
 
 
 def _tell_noise(published: Published, observer: Observer) -> None:
@@ -340,21 +339,21 @@ def _tell_noise(published: Published, observer: Observer) -> None:
 
 def _next_step(published: Reviewed) -> str:
     """What to do with the copies."""
-    names = [shlex.quote(path.name) for path in published.copies]
+    names = [Path(path.name) for path in published.copies]
     deltas = round_folder(Path("deltas"), published.keys.round)
-    send = f"send {few([shlex.quote(str(path)) for path in published.copies])} to the client"
+    send = f"send {few([command_line(path) for path in published.copies])} to the client"
     if published.copy_is_ruined:
         return "next: do not send these copies: what the noise left of the model knows too little to unlearn on"
     if published.gives_weights_away:
         send = f"do not send these copies: they give the weights away. In a trial, {send}"
     if published.keys.round > 1:
         return (
-            f"next: {send}, who runs `mpu check {names[0]} …` and, if it fails, goes on with "
-            f"`mpu unlearn {' '.join(names[:2])} …`; another client begins with that (docs/model_owners.md)"
+            f"next: {send}, who runs `{command_line('mpu', 'check', names[0])} …` and, if it fails, goes on with "
+            f"`{command_line('mpu', 'unlearn', *names[:2])} …`; another client begins with that (docs/model_owners.md)"
         )
     return (
-        f"next: {send}, who runs `mpu unlearn {' '.join(names[:2])} …` and returns what it writes; then "
-        f"`mpu aggregate {deltas} --keys {shlex.quote(str(published.keys_path))}`"
+        f"next: {send}, who runs `{command_line('mpu', 'unlearn', *names[:2])} …` and returns what it writes; then "
+        f"`{command_line('mpu', 'aggregate', deltas, '--keys', published.keys_path)}`"
     )
 
 

@@ -18,7 +18,7 @@ from mpu_cli.options.command import BASE_AGAIN, KEYS, MODEL_CONFIG, Command, Ope
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.publishing import Aggregating
 from mpu_cli.options.unlearning import Goal, Stopping, Unlearning
-from mpu_cli.wording import counted
+from mpu_cli.wording import command_line, counted
 
 if TYPE_CHECKING:
     from mpu_cli.commands.unlearn import UnlearnPlan
@@ -158,7 +158,8 @@ class Rehearse(Command):
                 "probably fail, too"
             )
             return Report([], document, status=1)
-        observer.note(f"next: `mpu aggregate deltas --keys {self.keys} --server-lr {rehearsal.step:g}`")
+        again = command_line("mpu", "aggregate", "deltas", "--keys", self.keys, "--server-lr", f"{rehearsal.step:g}")
+        observer.note(f"next: `{again}`")
         return Report([f"{rehearsal.step:g}"], document)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -15,7 +14,7 @@ from mpu_cli.files.visible import visible
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
 from mpu_cli.options.declare import option
-from mpu_cli.wording import few, one_line
+from mpu_cli.wording import command_line, few, one_line
 
 MAX_ENTRIES = 1000  # entries that are looked at
 SHOWN = 20  # names in a line
@@ -86,29 +85,34 @@ class Account:
         if passed := [file for file, verdict in last.verdicts.items() if verdict.startswith("pass")]:
             if last.signed:
                 return "nobody", f"the records are forgotten, and the rest is kept; {last.signed}"
-            sign = _command("receipt", folder / passed[0], "--keys")
-            keys = shlex.quote(str(folder / self._keys_of(last.number))) if self.keys else "…"
+            sign = command_line("mpu", "receipt", folder / passed[0], "--keys")
+            keys = command_line(folder / self._keys_of(last.number)) if self.keys else "…"
             return "server", f"{sign} {keys}, which countersigns it"
         if last.verdicts and not last.deltas:
             file, verdict = next(iter(last.verdicts.items()))
             return "client", f"{folder / file} says {verdict}: do what `mpu check` said is next"
         if last.model:
-            return "server", _command("publish", folder / last.model) + " …, with the options of the last one"
+            return "server", command_line(
+                "mpu", "publish", folder / last.model
+            ) + " …, with the options of the last one"
         # Of a million copies, which a file may claim, only a few are named.
         missing = [*islice((copy for copy in range(1, last.copies + 1) if copy not in last.deltas), SHOWN + 1)]
         if not missing and not self.keys:
             return "client", "return the deltas to the model's owner"
         if not missing:
             deltas = next(iter(last.deltas.values())).parent
-            return "server", _command("aggregate", folder / deltas, "--keys", folder / self._keys_of(last.number))
+            return "server", command_line(
+                "mpu", "aggregate", folder / deltas, "--keys", folder / self._keys_of(last.number)
+            )
         todo = [folder / last.made[copy] for copy in sorted(last.made) if copy not in last.deltas]
         if not todo:
             listed = ", ".join(map(str, missing[:SHOWN])) + (", …" if len(missing) > SHOWN else "")
             return "client", f"wait for the deltas of {listed}"
         if earlier and earlier.made and not last.verdicts and not last.deltas:
             before = folder / earlier.made[min(earlier.made)]
-            return "client", _command("check", todo[0], "--before", before) + " --forget … --retain …"
-        return "client", _command("unlearn", *todo, "--out", f"{round_folder(folder / 'deltas', last.number)}/")
+            return "client", command_line("mpu", "check", todo[0], "--before", before) + " --forget … --retain …"
+        target = f"{round_folder(folder / 'deltas', last.number)}/"
+        return "client", command_line("mpu", "unlearn", *todo, "--out", target)
 
     def _keys_of(self, number: int) -> str:
         """The keys that lie in the folder of this round, else the first."""
@@ -274,7 +278,3 @@ def _candidates(folder: Path, folders: list[Path]) -> list[Path]:
     entries = [path for outer in (folder, *folders) for path in _entries(outer) if path not in inner]
     suffixes = (".safetensors", ".bin", ".age")
     return [path for path in entries if path.suffix in suffixes or (path.is_dir() and (path / "config.json").exists())]
-
-
-def _command(*words: object) -> str:
-    return shlex.join(["mpu", *map(str, words)])

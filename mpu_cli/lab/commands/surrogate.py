@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -11,7 +10,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, IDENTITY, Command, Report
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.surrogates import Surrogates
-from mpu_cli.wording import counted
+from mpu_cli.wording import command_line, counted
 
 if TYPE_CHECKING:
     from mpu_cli.lab.surrogates import SurrogatePlan, SurrogateRecords
@@ -67,7 +66,7 @@ class Surrogate(Command):
             "term; what the others say is hardly forgotten"
         )
         observer.note(
-            f"next: mpu unlearn {shlex.quote(self.copy)} --forget {shlex.quote(str(self.out))} --public-records "
+            f"next: {command_line('mpu', 'unlearn', Path(self.copy), '--forget', self.out)} --public-records "
             "--retain PUBLIC (the bound does not cover what --retain names: give public records)"
         )
         document = {
