@@ -23,8 +23,9 @@ SHOWN = 20  # names in a line
 @dataclass
 class Round:
     """What is there of a round, all paths relative to the folder. ``copies``: how many its publication has; ``made``
-    and ``deltas`` by copy; ``verdicts``: of receipts, by file; ``signed``: who signed one that passes as the server, in
-    words; None if nobody did.
+    and ``deltas`` by copy; ``verdicts``: of receipts, by file, that this machine signed as the client or the server;
+    ``claims``: of others, with who signed them; ``signed``: who signed one that passes as the server, in words, None if
+    nobody did.
     """
 
     run: str
@@ -34,6 +35,7 @@ class Round:
     deltas: dict[int, Path] = field(default_factory=dict)
     model: Path | None = None
     verdicts: dict[str, str] = field(default_factory=dict)
+    claims: dict[str, str] = field(default_factory=dict)
     signed: str | None = None
 
     @property
@@ -46,7 +48,7 @@ class Round:
             parts.append(f"{what} {few([*map(str, sorted(paths))], SHOWN) or 'none'} of {self.copies}")
         if self.model:
             parts.append(f"model {self.model}")
-        parts += [f"{file}: {verdict}" for file, verdict in self.verdicts.items()]
+        parts += [f"{file}: {verdict}" for file, verdict in (*self.verdicts.items(), *self.claims.items())]
         return "; ".join(parts)
 
 
@@ -88,6 +90,12 @@ class Account:
             sign = command_line("mpu", "receipt", folder / passed[0], "--keys")
             keys = command_line(folder / self._keys_of(last.number)) if self.keys else "…"
             return "server", f"{sign} {keys}, which countersigns it"
+        claimed = [file for file, claim in last.claims.items() if claim.startswith("pass")]
+        if claimed and self.keys:
+            sign = command_line(
+                "mpu", "receipt", folder / claimed[0], "--keys", folder / self._keys_of(last.number), "--client-key"
+            )
+            return "server", f"{sign} …, with the public key that your client gave you, which countersigns it"
         if last.verdicts and not last.deltas:
             file, verdict = next(iter(last.verdicts.items()))
             return "client", f"{folder / file} says {verdict}: do what `mpu check` said is next"
@@ -227,6 +235,7 @@ def _add_receipts(folder: Path, folders: list[Path], rounds: Mapping[tuple[str, 
     from mpu_cli.measuring.receipt import check_signatures, read_receipt
 
     wrong: list[str] = []
+    keys_here = _keys_here()
     files = [path for place in (folder, *folders) for path in _entries(place)]
     for path in [each for each in files if each.suffix == ".json" and each.is_file()]:
         try:
@@ -238,22 +247,35 @@ def _add_receipts(folder: Path, folders: list[Path], rounds: Mapping[tuple[str, 
         except MpuError as error:
             wrong.append(f"{path.relative_to(folder)} ({error.problem})")
             continue
-        if round_ := rounds.get((receipt.copy.run, receipt.copy.round)):
-            round_.verdicts[str(path.relative_to(folder))] = receipt.verdict
-            signing_key = public_keys.get("server")
-            if receipt.verdict.startswith("pass") and signing_key:
-                round_.signed = f"the server that signed it has the public key {signing_key}: is that yours?"
-                if signing_key == _server_key_here():
-                    round_.signed = "you signed it"
+        if not (round_ := rounds.get((receipt.copy.run, receipt.copy.round))):
+            continue
+        name, client, server = str(path.relative_to(folder)), public_keys["client"], public_keys.get("server")
+        client_is_here = client == keys_here["client"]
+        server_is_here = server is not None and server == keys_here["server"]
+        if not (client_is_here or server_is_here):  # anybody can have written it: it decides nothing
+            round_.claims[name] = f"{receipt.verdict}, says a client with the public key {client}"
+            continue
+        round_.verdicts[name] = receipt.verdict
+        if receipt.verdict.startswith("pass") and server:
+            round_.signed = f"the server that signed it has the public key {server}: is that yours?"
+            if server_is_here:
+                round_.signed = "you signed it"
+            if not client_is_here:
+                round_.signed += f", and a client with the public key {client}: is that yours?"
     return wrong
 
 
-def _server_key_here() -> str | None:
-    """The public key with which this machine signs as a server; None if it never did."""
+def _keys_here() -> dict[str, str | None]:
+    """The public keys with which this machine signs, by party; None as one that it never was."""
     from mpu_cli.measuring.receipt import public_key_of
-    from mpu_cli.protocol.publication import default_secret_path, server_secret
+    from mpu_cli.protocol import publication
+    from mpu_cli.training import delta
 
-    return public_key_of("server", server_secret()) if default_secret_path().exists() else None
+    secrets = {
+        "client": (delta.default_secret_path(), delta.own_client_secret),
+        "server": (publication.default_secret_path(), publication.server_secret),
+    }
+    return {party: public_key_of(party, read()) if path.exists() else None for party, (path, read) in secrets.items()}
 
 
 def _entries(folder: Path) -> list[Path]:

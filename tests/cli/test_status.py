@@ -6,11 +6,15 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from mpu_cli.commands.status import Account, Round
+from mpu_cli.measuring.receipt import ServerCheck, as_text, public_key_of, read_receipt, with_signature
+from mpu_cli.protocol.publication import server_secret
+from mpu_cli.training.delta import own_client_secret
 from mpu_cli.wording import command_line
-from tests.helpers.attacks import publish_copy
+from tests.helpers.attacks import edit, publish_copy
 
 NAMES = ("--trust-copy", "--algo=os:system", "-", "-f", "copy 1; ls", "$(ls)")
 
@@ -49,3 +53,61 @@ def test_the_printed_command_trains_the_copies_that_have_odd_names(mpu: Callable
     assert step["turn"] == "client"
     planned = mpu(*command[1:], "--epochs", 1, "--dry-run", "--json", cwd=root).json
     assert len(planned["writes"]) == 2
+
+
+STRANGER = bytes(range(32))  # a secret
+CHECK = ("--forget", "forget.jsonl", "--retain", "retain.jsonl")
+
+
+@pytest.fixture
+def passing(mpu: Callable, root: Path) -> Path:
+    """A receipt that says that the records are forgotten; its signatures are wrong."""
+    publish_copy(mpu, root)
+    mpu("publish", "base", "--copies", 2, "--out", "before", "--keys", "before/keys.bin", cwd=root)
+    mpu("check", "copy_1", *CHECK, "--before", "before/copy_1", "--receipt", "receipt.json", check=False, cwd=root)
+    path = root / "receipt.json"
+    edit(path, left=0, left_high=0, kept=100, verdict="pass: forgotten, the rest is kept",
+         sets=["forget", "unseen", "retain"])  # fmt: skip
+    return path
+
+
+@pytest.mark.parametrize(
+    ("client", "server", "turn"),
+    [
+        ("here", None, "server: mpu receipt"),
+        ("here", "here", "nobody: the records are forgotten, and the rest is kept; you signed it"),
+        ("here", "elsewhere", "nobody: the records are forgotten, and the rest is kept; the server that signed it has"),
+        ("elsewhere", "here", "nobody: the records are forgotten, and the rest is kept; you signed it, and a client"),
+        ("elsewhere", None, "client: mpu unlearn"),
+        ("elsewhere", "elsewhere", "client: mpu unlearn"),
+    ],
+)
+def test_a_verdict_is_one_that_was_signed_here(
+    mpu: Callable, root: Path, passing: Path, client: str, server: str | None, turn: str
+) -> None:
+    """Anybody can sign as somebody: without a signature of this machine, a receipt decides nothing."""
+    (root / "keys.bin").unlink()
+    (root / "before/keys.bin").unlink()
+    secrets = {"client": own_client_secret(), "server": server_secret()}
+    receipt = read_receipt(passing)
+    for party, place in (("client", client), ("server", server)):
+        if party == "server" and place:
+            receipt = msgspec.structs.replace(receipt, checked=ServerCheck(date=receipt.date, model=None))
+        if place:
+            receipt = with_signature(receipt, party, secrets[party] if place == "here" else STRANGER)
+    passing.write_text(as_text(receipt))
+    lines = mpu("status", cwd=root).out.splitlines()
+    next_steps = [line.partition("\t")[2] for line in lines if line.startswith("next")]
+    assert any(step.startswith(turn) for step in next_steps), next_steps
+    assert any(step.startswith("nobody") for step in next_steps) == turn.startswith("nobody")
+    if "elsewhere" in (client, server):
+        key = public_key_of("client" if client == "elsewhere" else "server", STRANGER)
+        assert key in "\n".join(lines)
+
+
+def test_a_server_is_asked_whose_receipt_it_countersigns(mpu: Callable, root: Path, passing: Path) -> None:
+    passing.write_text(as_text(with_signature(read_receipt(passing), "client", STRANGER)))
+    steps = [each["step"] for each in mpu("status", "--json", cwd=root).json["next"]]
+    [step] = [step for step in steps if "mpu receipt" in step]
+    assert "--client-key" in step
+    assert public_key_of("client", STRANGER) in mpu("status", cwd=root).out

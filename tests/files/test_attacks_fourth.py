@@ -16,7 +16,6 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from mpu_cli.measuring.receipt import as_text, read_receipt, with_signature
 from mpu_cli.records.read import file_rows, read_records
 from mpu_cli.training.ledger import default_ledger_path
 from tests.helpers.attacks import edit, publish_copy, unlearn_copy
@@ -70,23 +69,6 @@ class TestStatus:
         assert "nobody" not in status
         assert "receipts that prove nothing\treceipt.json" in status
         assert "nobody" in mpu("inspect", path, "--json").json["signed by"]
-
-    def test_it_says_who_signed_as_the_server(self, mpu: Callable, root: Path) -> None:
-        """Anybody can: a client is shown the key, a server is told whether it is its own."""
-        path = check_receipt(mpu, root)
-        unsigned = json.loads(path.read_text())
-        passes = {"left": 0, "left_high": 0, "kept": 100, "verdict": "pass: forgotten, the rest is kept",
-                  "sets": ["forget", "unseen", "retain"], "client": None}  # fmt: skip
-        path.write_text(json.dumps(unsigned | passes))
-        client = with_signature(read_receipt(path), "client", bytes(32))
-        path.write_text(as_text(client))
-        mpu("receipt", path, "--keys", "keys.bin", "--copy", "copy_1", cwd=root)
-        assert "you signed it" in mpu("status", root).out
-        forged = with_signature(read_receipt(path), "server", bytes(32))
-        path.write_text(as_text(forged))
-        status = mpu("status", root).out
-        assert f"{forged.server.public_key}: is that yours?" in status
-        assert "you signed it" not in status
 
     def test_names_of_files_are_no_lines(self, mpu: Callable, root: Path) -> None:
         publish_copy(mpu, root)
