@@ -66,7 +66,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.fixture(autouse=True)
 def _private_configuration(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path_factory.mktemp("config")))
+    for place in ("config", "cache"):
+        monkeypatch.setenv(f"XDG_{place.upper()}_HOME", str(tmp_path_factory.mktemp(place)))
     for name in [name for name in os.environ if name.startswith("MPU_") and name != "MPU_TEST_SHARED"]:
         monkeypatch.delenv(name)
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import shutil
+import stat
 import subprocess
 import tarfile
 from collections.abc import Callable
@@ -12,6 +14,8 @@ from pathlib import Path
 import pyrage
 import pytest
 
+from mpu_cli.errors import MpuError
+from mpu_cli.files import sealing
 from tests.helpers.models import random_model, save, write_records
 
 TRAINING = ("--algo", "npo", "--template", "plain", "--epochs", 1)
@@ -88,6 +92,37 @@ class TestSealedCopies:
         path.write_bytes(damage(path.read_bytes()))
         unlearn(mpu, folder, "sealed/copy_1.age", "d", "--identity", folder / "a.txt", refused=says, status=1)
         assert not list(folder.glob("**/.*"))
+
+    @pytest.mark.parametrize(
+        "command",
+        [
+            ("unlearn", "{copy}", "--out", "d.safetensors"),
+            ("ask", "{copy}", "Who?"),
+            ("check", "{copy}", "--forget", "forget.jsonl"),
+            ("check", "plain/copy_1", "--before", "{copy}", "--forget", "forget.jsonl"),
+            ("eval", "{copy}", "--benchmark", "qa", "--forget", "forget.jsonl"),
+            ("audit-delta", "{copy}", "d.safetensors"),
+            ("surrogate", "{copy}"),
+        ],
+        ids=str,
+    )
+    def test_it_is_opened_where_nothing_else_is(
+        self, mpu: Callable, folder: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
+    ) -> None:
+        """The folders of the sealed file and of what is written may be shares that others read."""
+        opened: list[Path] = []
+
+        def stop(_: Path, __: object, into: Path) -> Path:
+            opened.append(into)
+            raise MpuError("opened")
+
+        monkeypatch.setattr(sealing, "open_folder", stop)
+        words = [word.format(copy="sealed/copy_1.age") for word in command]
+        mpu(*words, "--identity", folder / "a.txt", fails="opened", cwd=folder)
+        [into] = opened
+        assert into.parent == Path(os.environ["XDG_CACHE_HOME"]) / "mpu/opened"
+        assert stat.S_IMODE(into.parent.stat().st_mode) == 0o700
+        assert not list(into.parent.iterdir())
 
     def test_another_client_does_not_open_it(self, mpu: Callable, folder: Path) -> None:
         unlearn(mpu, folder, "sealed/copy_1.age", "d", "--identity", folder / "b.txt", fails="another identity")

@@ -56,7 +56,7 @@ class Ask(Command):
         record = question(self.question, "–", "the question")
         replies = []
         for model in self.models:
-            with opened_copy(model, Path(model).parent, self.identity, observer) as source:
+            with opened_copy(model, self.identity, observer) as source:
                 copy = open_model(source, links=False)
                 respondent = Respondent(copy, self.prompts, self.device)
                 [answer] = respondent.answers([record], self.max_new_tokens, observer)

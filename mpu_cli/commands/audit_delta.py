@@ -45,7 +45,7 @@ class AuditDelta(Command):
         has_retain = records.retain != Records().retain or Path(records.retain).exists()
         forget = read_records(records.forget, records.reading, observer=observer)
         retain = read_records(records.retain, records.reading, observer=observer) if has_retain else []
-        with opened_copy(self.copy, self.delta.parent, self.identity, observer) as opened:
+        with opened_copy(self.copy, self.identity, observer) as opened:
             return audit(opened, self.delta, forget, retain, self.prompts)
 
     def report(self, readings: list[LeakageReading], observer: Observer) -> Report:

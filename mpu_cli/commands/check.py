@@ -98,8 +98,7 @@ class Check(Command):
         with Transaction(force=self.force) as transaction:
             written = transaction.add(self.receipt) if self.receipt else None  # fails before anything is read
             sets = _sets(self.checking, observer)
-            # Opened beside the sealed file, where the next command finds what a killed one left.
-            with opened_copy(self.copy, Path(self.copy).parent, self.identity, observer) as source:
+            with opened_copy(self.copy, self.identity, observer) as source:
                 checked = self._check(open_model(source, links=False), sets, observer)
             if written and checked.receipt:
                 written.write_text(as_text(checked.receipt), encoding="utf-8")
@@ -118,9 +117,7 @@ class Check(Command):
         manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
         if self.receipt and manifest is None:
             raise MpuError(f"{self.copy}: not an mpu copy (no mpu.json), so there is no receipt for it")
-        opened = None
-        if self.before:
-            opened = opened_copy(self.before, Path(self.before).parent, self.identity, observer)
+        opened = opened_copy(self.before, self.identity, observer) if self.before else None
         with opened or nullcontext() as source:
             earlier_model = open_model(source, links=False) if source else None
             _check_order(manifest, earlier_model)

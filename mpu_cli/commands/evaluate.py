@@ -125,7 +125,7 @@ class Evaluate(Command):
             raise UsageError("--base: only an adapter has one")
         source = (self.base or adapter_base(adapter)) if adapter else self.model
         served = endpoint_at(self.endpoint, self.endpoint_model, os.environ.get(KEY)) if self.endpoint else None
-        with opened_copy(source, self.out.parent, self.identity, observer) as opened:
+        with opened_copy(source, self.identity, observer) as opened:
             evaluation = evaluate(
                 open_model(opened, links=False),
                 benchmark,

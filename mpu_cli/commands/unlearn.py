@@ -101,8 +101,7 @@ class UnlearnPlan:
     def carry_out(self, observer: Observer = SILENT) -> Iterator[Unlearned]:
         """What comes of each task, as soon as it is done.
 
-        With --resume, copies that have their delta are passed over. Sealed copies are opened beside their deltas while
-        they are trained on.
+        With --resume, copies that have their delta are passed over.
         """
         from mpu_cli.files.sealing import opened_copy
         from mpu_cli.files.transaction import Transaction
@@ -115,7 +114,7 @@ class UnlearnPlan:
                 Transaction(force=command.force).check(task.target, task.target.is_dir())
         courses: dict[tuple[str, int] | None, Course] = {}  # by run and round, as the first copy of it settled it
         for task in self.tasks:
-            with opened_copy(task.copy, task.target.parent, command.identity, observer) as source:
+            with opened_copy(task.copy, command.identity, observer) as source:
                 if self.passes_over(task, Path(source)):
                     observer.note(f"{name_of_copy(task.copy)}: {task.target} is there already")
                     yield Unlearned(task, None, record_warnings=self.warnings)

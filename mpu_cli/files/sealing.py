@@ -15,12 +15,20 @@ from typing import BinaryIO
 import pyrage
 
 from mpu_cli.errors import MpuError, UsageError, first_line
-from mpu_cli.files.boundary import create_private, open_regular, random_name, sync_folder, unpack_folder
+from mpu_cli.files.boundary import (
+    create_private,
+    open_regular,
+    private_folder,
+    random_name,
+    sync_folder,
+    unpack_folder,
+)
 from mpu_cli.files.reader import AGE_HEADER
 from mpu_cli.files.transaction import Transaction, remove_abandoned
 from mpu_cli.observer import Observer
 from mpu_cli.subprocesses import process_count
 from mpu_cli.text import read_text
+from mpu_cli.wording import command_line
 
 _BUFFER = 1 << 20  # bytes
 MAX_HEADER = 8 << 10  # bytes of an age file before its payload: a recipient takes about 100
@@ -32,6 +40,12 @@ SECRET_BYTES = 32
 def default_identity_path() -> Path:
     """``mpu/identity.txt`` in the user's configuration directory."""
     return Path(os.environ.get("XDG_CONFIG_HOME") or Path.home() / ".config") / "mpu" / "identity.txt"
+
+
+def opened_copies_path() -> Path:
+    """``mpu/opened`` in the user's cache directory, where sealed copies are while a command works on them. Not beside
+    them, nor beside what is written: a share that carries either would see all weights in the clear."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mpu" / "opened"
 
 
 def make_identity(path: Path) -> str:
@@ -201,7 +215,9 @@ def open_folder(path: Path, identities: Sequence[pyrage.x25519.Identity], into: 
     except OSError as error:
         if error.errno is None:  # a decryption error after decryption has started
             raise _damage_error(path, error) from error
-        raise MpuError(f"{path}: cannot be unpacked: {error.strerror}") from error
+        raise MpuError(
+            f"{path}: cannot be unpacked into {into.parent}: {error.strerror}", "set XDG_CACHE_HOME to another folder"
+        ) from error
     return unpacked[0]
 
 
@@ -232,8 +248,8 @@ def _run_through_pipe(work: Callable[[BinaryIO], None], *, reads: bool = False) 
 
 
 @contextmanager
-def opened_copy(copy: str, beside: Path, identity: Path | None, observer: Observer) -> Iterator[str]:
-    """Where to read a copy: itself or, if it is sealed, a directory in ``beside`` that is removed afterwards.
+def opened_copy(copy: str, identity: Path | None, observer: Observer) -> Iterator[str]:
+    """Where to read a copy: itself or, if it is sealed, a private directory that is removed afterwards.
 
     Raises UsageError in one of several processes, which would each open it; MpuError if ``identity`` does not open it.
     """
@@ -244,10 +260,17 @@ def opened_copy(copy: str, beside: Path, identity: Path | None, observer: Observ
     if process_count() > 1:
         raise UsageError(
             f"{copy}: a sealed copy cannot be opened by several processes",
-            f"open it before you start them: age -d -i IDENTITY {copy} | tar x",
+            f"open it before you start them: {command_line('age', '-d', '-i', 'IDENTITY', path)} | tar x",
         )
     identities = read_identities(identity or default_identity_path())
-    for folder in remove_abandoned(beside):
+    opened = opened_copies_path()
+    try:
+        private_folder(opened)
+    except OSError as error:
+        raise MpuError(
+            f"{opened}: cannot be made: {error.strerror}", "set XDG_CACHE_HOME to a folder of yours"
+        ) from error
+    for folder in remove_abandoned(opened):
         observer.warn(f"{folder}: removed; a stopped command had left an opened copy there")
     with Transaction() as transaction:
-        yield str(open_folder(path, identities, transaction.scratch(beside)))
+        yield str(open_folder(path, identities, transaction.scratch(opened)))

@@ -108,7 +108,7 @@ def carry_out_surrogate(
     """
     with Transaction(force=force) as transaction, private_umask():
         output = transaction.add(out)  # fails before anything is spent
-        with opened_copy(copy, out.parent, identity, observer) as source:
+        with opened_copy(copy, identity, observer) as source:
             respondent = Respondent(open_model(source, links=False), plan.options.chat, plan.options.device)
             respondent.answers([question(plan.prompts[0].replace(PLACEHOLDER, "A B"), "–", "first prompt")], limit=1)
             # What does not work has failed by now: from here on, the budget is spent.
