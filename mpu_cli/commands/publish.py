@@ -53,7 +53,7 @@ class Publish(Command):
         None, "Directory for copy_1 … copy_m (default: this one; after round 1, round_R).", metavar="DIR"
     )
     keys: Path | None = option(
-        None, "Where to write the sealed keys (default: keys.bin; after round 1, round_R/keys.bin).", metavar="FILE"
+        None, "Where to write the sealed keys (default: keys.bin; after round 1, keys_R.bin).", metavar="FILE"
     )
     only: str | None = option(
         None,
@@ -110,7 +110,7 @@ class Publish(Command):
             following_round = 1
         round_ = following_round if self.round is None else self.round
         self._check_keeps_permanent_noise(model)
-        path = self.keys or keys_path(model.folder, round_)
+        path = self.keys or keys_path(round_)
         existing_keys = opened_keys(path, self.opening, observer) if only is not None and path.exists() else None
         publishing, disguise = self.publishing, self.publishing.disguise
         if len(recipients) > 1 and only is None and disguise.count is None:  # a copy for each recipient
@@ -196,6 +196,7 @@ class Publish(Command):
             f"keys: {published.keys_path} (run {published.keys.run}, round {published.keys.round}); "
             "keep it, and keep it secret: without it deltas cannot be mapped back"
         )
+        self._tell_what_to_send(published, observer)
         _say([remark for remark in published.remarks if not remark.is_warning], observer)
         observer.note(_next_step(published))
         publication = published.keys.publication
@@ -215,6 +216,18 @@ class Publish(Command):
             "blocks": [asdict(block) for block in published.blocks],
         }
         return Report(published.copies, document)
+
+    def _tell_what_to_send(self, published: Reviewed, observer: Observer) -> None:
+        """Whether the folder of the copies can be sent as it is, as somebody will who sends what `publish` wrote."""
+        folder, keys = published.copies[0].parent, published.keys_path.resolve()
+        others = sorted({path.name for path in folder.iterdir()} - {path.name for path in published.copies})
+        if not others:
+            observer.note(f"safe to send: {folder}, which holds the copies and nothing else")
+        elif folder.resolve() != keys.parent:
+            observer.note(f"safe to send: the copies; their folder, {folder}, also holds {few(others)}")
+        else:
+            tell = observer.warn if self.out else observer.note
+            tell(f"safe to send: the copies alone, and not their folder, {folder}: it also holds the keys, {keys.name}")
 
     @property
     def _has_secret_factors(self) -> bool:

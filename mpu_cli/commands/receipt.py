@@ -43,7 +43,7 @@ class Receipt(Command):
     """
 
     NAME: ClassVar[str] = "receipt"
-    EXAMPLE: ClassVar[str] = "mpu receipt receipt.json --keys round_2/keys.bin --base unlearned"
+    EXAMPLE: ClassVar[str] = "mpu receipt receipt.json --keys keys_2.bin --base unlearned"
 
     file: Path = option(..., "A receipt from `mpu check --receipt`.", metavar="FILE", argument=True)
     reading: RecordFormat = group(RecordFormat)

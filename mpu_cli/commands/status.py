@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mpu_cli.errors import MpuError
-from mpu_cli.files.manifest import CopyManifest, round_folder
+from mpu_cli.files.manifest import CopyManifest, keys_path, round_folder
 from mpu_cli.files.visible import visible
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
@@ -123,9 +123,8 @@ class Account:
         return "client", command_line("mpu", "unlearn", *todo, "--out", target)
 
     def _keys_of(self, number: int) -> str:
-        """The keys that lie in the folder of this round, else the first."""
-        of_round = round_folder(Path("."), number)
-        return next((name for name in self.keys if Path(name).parent == of_round), self.keys[0])
+        """The keys that have the name of this round's, else the first."""
+        return next((name for name in self.keys if Path(name) == keys_path(number)), self.keys[0])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -224,11 +224,10 @@ def round_folder(parent: Path, number: int) -> Path:
     return parent if number == 1 else parent / f"round_{number}"
 
 
-def keys_path(base: Path, number: int | None) -> Path:
-    """Where `mpu publish` puts the keys of round ``number`` (default: the next round of the model in ``base``)."""
-    if number is None:
-        _, number = next_round(base)
-    return round_folder(Path("."), number) / "keys.bin"
+def keys_path(number: int) -> Path:
+    """Where `mpu publish` puts the keys of a round: ``keys.bin``, then ``keys_2.bin`` … Not into the folder of the
+    round, which is sent as a whole."""
+    return Path("keys.bin" if number == 1 else f"keys_{number}.bin")
 
 
 def model_folder(number: int) -> Path:

@@ -146,7 +146,7 @@ def test_the_second_round_by_hand_is_that_of_run(mpu: Callable, root: Path) -> N
     assert copies == ["round_2/copy_1", "round_2/copy_2"]
     for copy in copies:
         mpu("unlearn", copy, *TRAINING, cwd=root)
-    last = mpu("aggregate", "deltas/round_2", "--keys", "round_2/keys.bin", cwd=root).out.strip()
+    last = mpu("aggregate", "deltas/round_2", "--keys", "keys_2.bin", cwd=root).out.strip()
     assert last == "unlearned_2"
     for ours, theirs in (("copy_1", None), (last, "run/server/round_2/model")):
         facts = json.loads((root / ours / "mpu.json").read_text())
@@ -556,7 +556,7 @@ def test_what_aggregate_says_is_next_can_be_pasted(mpu: Callable, root: Path, no
     [step] = re.findall("next: `mpu (.+?)`", mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=root).err)
     published = mpu(*shlex.split(step), "--json", cwd=root)
     assert len(published.json["copies"]) == len(copies)
-    before, after = (keys_of(folder).publication for folder in (root, root / "round_2"))
+    before, after = (keys_of(root, name).publication for name in ("keys.bin", "keys_2.bin"))
     assert (before.scheme, before.kappa, before.shared_kappa) == (after.scheme, after.kappa, after.shared_kappa)
     assert (before.calibration is None) == (after.calibration is None)
     if before.calibration and after.calibration:

@@ -11,8 +11,8 @@ from mpu_cli.files.sealing import default_identity_path, read_identities
 from mpu_cli.protocol.keys import unseal
 
 
-def keys_of(folder):
-    return unseal(folder / "keys.bin", read_identities(default_identity_path()))
+def keys_of(folder, name="keys.bin"):
+    return unseal(folder / name, read_identities(default_identity_path()))
 
 
 def write_delta(copy, target, seed=0, change=lambda tensors: tensors, facts=None):

@@ -160,6 +160,27 @@ class TestPublish:
             mpu("publish", tmp_path / "unlearned", "--copies", 2, *options, "--out", out, "--keys", out / "keys.bin")
             assert (keys_of(out).run, keys_of(out).round) == expected
 
+    def test_the_folder_that_is_sent_holds_no_keys(self, mpu, tmp_path, base):
+        """By default, not in the folder of a round; where they do, because --keys says so, there is a warning."""
+        first = mpu("publish", base, "--copies", 2, cwd=tmp_path)
+        assert "safe to send: the copies alone" in first.err
+        for copy in (1, 2):
+            write_delta(tmp_path / f"copy_{copy}", tmp_path / f"deltas/copy_{copy}.safetensors", copy)
+        aggregate(mpu, tmp_path)
+        unlearned = tmp_path / "unlearned"
+        second = mpu("publish", unlearned, "--copies", 2, "--json", cwd=tmp_path)
+        assert second.json["keys"] == "keys_2.bin"
+        assert sorted(path.name for path in (tmp_path / "round_2").iterdir()) == ["copy_1", "copy_2"]
+        assert "safe to send: round_2, which holds the copies and nothing else" in second.err
+        (tmp_path / "deltas/round_2").mkdir()
+        for copy in (1, 2):
+            write_delta(tmp_path / f"round_2/copy_{copy}", tmp_path / f"deltas/round_2/copy_{copy}.safetensors", copy)
+        assert "mpu aggregate deltas/round_2 --keys keys_2.bin" in mpu("status", cwd=tmp_path).out
+        shared = mpu(
+            "publish", unlearned, "--publish-again", "--out", "x", "--keys", "x/k.bin", "--quiet", cwd=tmp_path
+        )
+        assert "warning: safe to send: the copies alone, and not their folder, x: it also holds the keys" in shared.err
+
     def test_the_seed_fixes_every_byte(self, mpu, tmp_path, base, monkeypatch):
         """A seed gives the same files, however the work is split and however many threads there are."""
         arguments = ["publish", base, "--seed", 7, "--symmetries", "all"]
