@@ -67,9 +67,10 @@ class Check(Command):
         None, "Write what was measured, signed and without records, for the server or an auditor.", metavar="FILE"
     )
     outside_dp: bool = option(
-        False, "Write a receipt although records were trained on with --dp-epsilon: no ε covers what it says.",
+        False,
+        "Write a receipt although your ledger has a privacy bound for some of the records: no ε covers what it says.",
         in_files=False,
-    )  # fmt: skip
+    )
     trust_copy: bool = option(
         False,
         "Measure although tokenizer, template or config differ from the copy that was trained on; the verdict is "
@@ -98,6 +99,8 @@ class Check(Command):
         with Transaction(force=self.force) as transaction:
             written = transaction.add(self.receipt) if self.receipt else None  # fails before anything is read
             sets = _sets(self.checking, observer)
+            if self.receipt and not self.outside_dp:
+                _check_unbounded({name: records for name, records in sets.items() if name != "general"})
             with opened_copy(self.copy, self.identity, observer) as source:
                 checked = self._check(open_model(source, links=False), sets, observer)
             if written and checked.receipt:
@@ -123,7 +126,7 @@ class Check(Command):
             _check_order(manifest, earlier_model)
             same_surroundings = _check_surroundings(copy, manifest, earlier_model, self.trust_copy)
             facts = _copy_facts(copy, manifest) if manifest and self.receipt else None
-            earlier_facts = _facts_before(earlier_model, facts, self.outside_dp) if earlier_model and facts else None
+            earlier_facts = _facts_before(earlier_model, facts) if earlier_model and facts else None
             earlier = _scores(earlier_model, sets, options, "before", observer) if earlier_model else {}
         after = _scores(copy, sets, options, "the copy", observer)
         public_model, public = None, None
@@ -253,6 +256,23 @@ def _sets(options: Checking, observer: Observer) -> dict[str, Sequence[Record]]:
     return {name: distinct(records) for name, records in sets.items() if records}
 
 
+def _check_unbounded(sets: Mapping[str, Sequence[Record]]) -> None:
+    """Raise MpuError if a training or a release that had a bound read some of these records, whatever it was made from:
+    names of runs and copies are the server's."""
+    from mpu_cli.training.data import record_tags
+    from mpu_cli.training.delta import own_client_secret
+    from mpu_cli.training.ledger import default_ledger_path, read_ledger
+
+    tags = record_tags([record for records in sets.values() for record in records], own_client_secret())
+    bounded = [entry for entry in read_ledger(default_ledger_path()) if entry.may_bound(tags)]
+    if bounded:
+        raise MpuError(
+            f"--receipt: your ledger has a privacy bound for some of these records ({bounded[0].algorithm}), and no ε "
+            "covers what a receipt says of them",
+            "check without --receipt, or use --outside-dp if you accept that",
+        )
+
+
 def _check_order(manifest: CopyManifest | None, earlier: Model | None) -> None:
     """Raise UsageError for --before that is the copy itself, or of a later round."""
     before = read_copy_manifest(earlier.folder) if earlier else None
@@ -356,14 +376,12 @@ def _copy_facts(copy: Model, manifest: CopyManifest) -> CopyFacts:
     )  # fmt: skip
 
 
-def _facts_before(earlier: Model, measured: CopyFacts, outside_dp: bool) -> CopyFacts:
+def _facts_before(earlier: Model, measured: CopyFacts) -> CopyFacts:
     """What a receipt says of the copy that was trained on.
 
     Raises MpuError if it is no copy or the one that was ``measured``: a receipt would then compare with a model that
-    nobody else knows. Also if a training on it had a bound, unless ``outside_dp``: no ε covers what a receipt says.
+    nobody else knows.
     """
-    from mpu_cli.training.ledger import default_ledger_path, read_ledger
-
     manifest = read_copy_manifest(earlier.folder, earlier.checkpoint.metadata)
     if manifest is None:
         raise MpuError(
@@ -373,10 +391,4 @@ def _facts_before(earlier: Model, measured: CopyFacts, outside_dp: bool) -> Copy
     facts = _copy_facts(earlier, manifest)
     if facts.weights == measured.weights:
         raise MpuError(f"{earlier.source}: the copy itself", "name the copy that was trained on")
-    bounded = [entry for entry in read_ledger(default_ledger_path()) if entry.mechanism and entry.run == facts.run]
-    if bounded and not outside_dp:
-        raise MpuError(
-            f"{earlier.source}: records were trained on under DP, and no ε covers what a receipt says of them",
-            "check without --receipt, or use --outside-dp if you accept that",
-        )
     return facts

@@ -21,7 +21,8 @@ from mpu_cli.records.forms import Record, check_units, question, remarks_on_unit
 from mpu_cli.records.read import read_records
 from mpu_cli.records.terms import MAX_TERM, prompt_of
 from mpu_cli.text import read_text
-from mpu_cli.training.data import Dataset, records_digest
+from mpu_cli.training.data import Dataset, record_tags, records_digest
+from mpu_cli.training.delta import own_client_secret
 from mpu_cli.training.leakage import TermMechanism, release_terms, term_mechanism
 from mpu_cli.training.ledger import LedgerEntry, default_ledger_path, write_down
 
@@ -170,12 +171,12 @@ def _read_prompts(path: Path) -> list[str]:
 def _write_down(plan: SurrogatePlan) -> None:
     """Add the release to the client's ledger. Raises MpuError if it would exceed the budget."""
     ledger = default_ledger_path()
-    entry = LedgerEntry(
-        identity=secrets.token_hex(32), run="", round=0, copy=0, weights="", algorithm="surrogate",
-        records=len(plan.records), data=records_digest(Dataset(plan.records)), release=plan.mechanism.bound,
-        unit=plan.options.release.dp_unit,
-    )  # fmt: skip
     try:
+        entry = LedgerEntry(
+            identity=secrets.token_hex(32), run="", round=0, copy=0, weights="", algorithm="surrogate",
+            records=len(plan.records), data=records_digest(Dataset(plan.records)), release=plan.mechanism.bound,
+            unit=plan.options.release.dp_unit, tags=record_tags(plan.records, own_client_secret()),
+        )  # fmt: skip
         write_down(
             ledger,
             entry,

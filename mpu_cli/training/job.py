@@ -31,8 +31,8 @@ from mpu_cli.options.unlearning import AUTO, Checks, Goal, Logging, Lora, Privac
 from mpu_cli.records.encode import no_template
 from mpu_cli.records.forms import check_units, parse_date
 from mpu_cli.subprocesses import process_count
-from mpu_cli.training.data import SETS_OF_OPTION, Dataset, records_digest, sets_of
-from mpu_cli.training.delta import Change, change_of, stored_specs
+from mpu_cli.training.data import SETS_OF_OPTION, Dataset, record_tags, records_digest, sets_of
+from mpu_cli.training.delta import Change, change_of, own_client_secret, stored_specs
 from mpu_cli.training.execution import check_compiler, in_precision
 from mpu_cli.training.ledger import LedgerEntry
 from mpu_cli.training.losses import Objective, algorithm_named, objective_of
@@ -254,6 +254,7 @@ def entry_of(job: TrainingJob, loaded: LoadedCopy) -> LedgerEntry:
         algorithm=options.algo, records=len(job.data.records),
         mechanism=loaded.private.mechanism if loaded.private else None, data=records, surroundings=surroundings,
         public=options.privacy.public_records, unit=options.privacy.dp_unit, training=training,
+        tags=record_tags(job.data.records, own_client_secret()) if loaded.private else (),
     )  # fmt: skip
 
 

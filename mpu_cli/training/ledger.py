@@ -9,7 +9,7 @@ over what this file holds, and a training is written down before any record meet
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
@@ -44,7 +44,8 @@ class LedgerEntry:
     config, the same for all copies of a round. ``mechanism`` is the bound of a training, ``release`` that of a release;
     ``public``: the records were public or surrogates, so nothing is spent; ``unit``: the field that names the persons
     that the bound is for, None if it is for records. ``training``: a digest of everything that decides the training but
-    the copy, equal for the copies of a round; ``course``: of one that stopped when it was done.
+    the copy, equal for the copies of a round; ``course``: of one that stopped when it was done. ``tags``: of the
+    records, where there is a bound.
     """
 
     identity: str
@@ -64,6 +65,12 @@ class LedgerEntry:
     unit: str | None = None
     training: str = ""
     course: Course | None = None
+    tags: tuple[str, ...] = ()
+
+    def may_bound(self, tags: Collection[str]) -> bool:
+        """Whether it has a bound that was for one of the records with these ``tags``; without tags of its own, it may
+        have been."""
+        return bool(self.mechanism or self.release) and (not self.tags or not set(self.tags).isdisjoint(tags))
 
     def spendings(self, unit: str | None) -> list[Spending]:
         """What it spends of the privacy of each ``unit``, a field that names persons or None for a record: nothing, one

@@ -284,9 +284,9 @@ def _register(job: TrainingJob, loaded: LoadedCopy) -> tuple[LedgerEntry | None,
     entry, None if it has none, and those before it."""
     if not job.is_main_process or not job.ledger:
         return None, ()
-    entry = entry_of(job, loaded)
     privacy = job.options.privacy
     try:
+        entry = entry_of(job, loaded)
         earlier = write_down(
             job.ledger, entry, delta=privacy.dp_delta, budget=privacy.dp_budget, neighbours=privacy.dp_neighbours,
             trusted=job.checks is None or job.checks.trust_copy,

@@ -453,9 +453,18 @@ def test_a_receipt_of_private_records_is_asked_for_twice(
     mpu("unlearn", folder / "same/copy_2", *records, "--algo", "graddiff", "--epochs", 1, "--dp-epsilon", 8,
         "--out", tmp_path / "deltas/")  # fmt: skip
     receipt = tmp_path / "receipt.json"
-    ask = ("check", folder / "same/copy_1", *records, "--before", folder / "same/copy_2", "--receipt", receipt)
+    check = ("check", folder / "same/copy_1", "--receipt", receipt)
+    ask = (*check, *records, "--before", folder / "same/copy_2")
     mpu(*ask, refused="no ε covers")
+    # The records count, and not what the server calls its copies: another publication, and a part of the records.
+    mpu(*check, *records, "--before", folder / "other/copy_2", refused="no ε covers")
+    first, *_ = demo.forget.read_text().splitlines()
+    (tmp_path / "part.jsonl").write_text(json.dumps({name: f" {text} " for name, text in json.loads(first).items()}))
+    mpu(*check, "--forget", tmp_path / "part.jsonl", refused="no ε covers")
     assert not receipt.exists()
+    mpu(*check, "--forget", folder / "unseen.jsonl", "--before", folder / "same/copy_2", check=False)
+    assert receipt.exists()
+    receipt.unlink()
     mpu(*ask, "--outside-dp", check=False)
     assert receipt.exists()
 

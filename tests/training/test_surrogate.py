@@ -68,6 +68,15 @@ class TestRelease:
         with pytest.raises(UsageError, match="dp_epsilonn: unknown option"):
             mpu_cli.surrogate(copy, dp_epsilonn=2)
 
+    def test_no_receipt_of_its_records_without_being_asked_for(self, mpu: Callable, copy: Path, tmp_path: Path) -> None:
+        """What a receipt says of them is outside the bound of the release."""
+        mpu("surrogate", copy, cwd=tmp_path)
+        write_about(tmp_path / "others.jsonl", "Alan Turing", 4)
+        check = ("check", copy, "--receipt", "receipt.json", "--forget")
+        mpu(*check, "forget.jsonl", refused="no ε covers", cwd=tmp_path)
+        for asked_for in (["others.jsonl"], ["forget.jsonl", "--outside-dp"]):
+            mpu(*check, *asked_for, fails="not an mpu copy", cwd=tmp_path)
+
     def test_nothing_is_spent_on_what_cannot_be_written(self, mpu: Callable, copy: Path, tmp_path: Path) -> None:
         (tmp_path / "surrogate.jsonl").write_text("mine")
         mpu("surrogate", copy, refused="already exists", cwd=tmp_path)
