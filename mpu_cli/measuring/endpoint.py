@@ -12,14 +12,15 @@ import math
 import os
 import re
 import sys
-import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, TypeVar
 from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
@@ -40,6 +41,7 @@ KEY = "MPU_ENDPOINT_KEY"  # the environment variable with the endpoint's key
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 LONGEST_TOKEN = 64  # characters of an answer for each of its tokens
 REPLY_EACH = 1 << 20  # bytes that a reply may have for each prompt, and as much again for the rest
+Result = TypeVar("Result")
 NO_TOKEN = -1  # in place of the likeliest token, which comes as text only, where it is not the right one
 
 
@@ -181,21 +183,27 @@ def _ask(url: str, route: str, key: str | None, body: object = None, max_bytes: 
     if key:
         headers["Authorization"] = f"Bearer {key}"
     data = None if body is None else json.dumps(body).encode()
+
+    def exchange() -> tuple[int, str, bytes]:
+        try:
+            with build_opener(_NoRedirects).open(Request(address, data, headers), timeout=REQUEST_SECONDS) as reply:
+                return reply.status, "", reply.read(max_bytes + 1)
+        except HTTPError as error:
+            return error.code, str(error.headers.get("Location")), error.read(1000)
+
     try:
-        with build_opener(_NoRedirects).open(Request(address, data, headers), timeout=REQUEST_SECONDS) as reply:
-            text = _read(reply, max_bytes)
-    except HTTPError as error:
-        if 300 <= error.code < 400:
-            raise MpuError(
-                f"{address}: redirects to {str(error.headers.get('Location'))[:200]!r}, which is not followed",
-                "name that address if you trust it",
-            ) from error
-        message = " ".join(error.read(1000).decode(errors="replace").split())[:200]
-        raise MpuError(f"{address}: the server refused ({error.code}: {message})") from error
+        status, location, text = _within(REQUEST_SECONDS, exchange)
     except (OSError, HTTPException, ValueError) as error:
         raise MpuError(
             f"{address}: cannot be reached ({getattr(error, 'reason', error)})", "check --endpoint"
         ) from error
+    if 300 <= status < 400:
+        raise MpuError(
+            f"{address}: redirects to {location[:200]!r}, which is not followed", "name that address if you trust it"
+        )
+    if status >= 400:
+        message = " ".join(text.decode(errors="replace").split())[:200]
+        raise MpuError(f"{address}: the server refused ({status}: {message})")
     if len(text) > max_bytes:
         raise MpuError(f"{address}: the reply is longer than {max_bytes:,} bytes")
     return document_of(text, address)
@@ -209,16 +217,28 @@ def document_of(text: bytes, address: str) -> Any:
         raise MpuError(f"{address}: the reply is not JSON", "check --endpoint") from error
 
 
-def _read(reply: Any, max_bytes: int) -> bytes:
-    """The body, up to a byte more than ``max_bytes``. OSError if it takes longer than REQUEST_SECONDS in all."""
-    # The timeout of a request is for each read: a server that sends a byte now and then would never exceed it.
-    deadline = time.monotonic() + REQUEST_SECONDS
-    text = bytearray()
-    while len(text) <= max_bytes and (piece := reply.read1(min(1 << 16, max_bytes + 1 - len(text)))):
-        text += piece
-        if time.monotonic() > deadline:
-            raise OSError(f"no complete reply within {REQUEST_SECONDS:.0f} s")
-    return bytes(text)
+def _within(seconds: float, work: Callable[[], Result]) -> Result:
+    """What ``work`` returns or raises; TimeoutError if all of it takes longer.
+
+    A socket's own timeout is for each read, so that a server which sends a byte now and then, of the handshake, of the
+    headers or of the body, would never exceed it. Nothing ends a thread that waits: it ends with the process.
+    """
+    outcome: SimpleQueue[tuple[list[Result], Exception | None]] = SimpleQueue()
+
+    def run() -> None:
+        try:
+            outcome.put(([work()], None))
+        except Exception as error:
+            outcome.put(([], error))
+
+    Thread(target=run, daemon=True).start()
+    try:
+        results, error = outcome.get(timeout=seconds)
+    except Empty:
+        raise TimeoutError(f"no complete reply within {seconds:.0f} s") from None
+    if error:
+        raise error
+    return results[0]
 
 
 def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:

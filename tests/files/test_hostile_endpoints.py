@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -72,6 +73,39 @@ class TestAnEndpoint:
             assert other_headers == []
         result = self.evaluate(mpu, root, "http://192.0.2.1/v1")
         assert "is not sent over http" in result.err
+
+    @pytest.mark.parametrize(
+        ("first", "drip"),
+        [
+            (b"", b"H"),
+            (b"HTTP/1.1 200 OK\r\n", b"X"),
+            (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n", b" "),
+            (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
+            (b"HTTP/1.1 500 No\r\nContent-Length: 100000\r\n\r\n", b"x"),
+            (b"HTTP/1.1 302 No\r\nContent-Length: 100000\r\n\r\n", b"x"),
+        ],
+        ids=["status", "headers", "body", "chunks", "refusal", "redirect"],
+    )
+    def test_the_limit_of_a_request_is_for_all_of_it(
+        self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch, first: bytes, drip: bytes
+    ) -> None:
+        """However slowly the server sends whichever part: here a few bytes each 0.2 s, where a second is allowed."""
+        monkeypatch.setattr("mpu_cli.measuring.endpoint.REQUEST_SECONDS", 1.0)
+        ended = threading.Event()
+
+        def reply(handler: BaseHTTPRequestHandler) -> None:
+            handler.wfile.write(first)
+            while not ended.wait(0.2):
+                handler.wfile.write(drip)
+
+        with server(reply) as (url, _):
+            started = time.monotonic()
+            result = self.evaluate(mpu, root, url)
+            seconds = time.monotonic() - started
+            ended.set()
+        assert result.is_one_error
+        assert "no complete reply within 1 s" in result.err
+        assert seconds < 10
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
