@@ -35,7 +35,9 @@ def main() -> None:
         if signal.getsignal(number) is not signal.SIG_IGN:  # respect nohup
             signal.signal(number, stop)
     from mpu_cli.cli.main import main as run
+    from mpu_cli.subprocesses import import_nothing_from_here
 
+    import_nothing_from_here()
     status: Any = 0
     try:
         run(sys.argv[1:])

@@ -52,6 +52,12 @@ def safe_environment(**more: str) -> dict[str, str]:
     return {**os.environ, "PYTHONSAFEPATH": "1", **more}
 
 
+def import_nothing_from_here() -> None:
+    """Let the processes that libraries start for this one, such as submitit's jobs, import nothing from the current
+    folder either (Python 3.11)."""
+    os.environ |= safe_environment()
+
+
 def process_count() -> int:
     """How many processes torchrun or accelerate launch started to work together, this one included."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -49,7 +49,7 @@ from mpu_cli.observer import SILENT, Observer, Within
 from mpu_cli.options.declare import check_in_files, declared_options, flat, from_flat
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.experiment import Experiment
-from mpu_cli.subprocesses import Ended, run_mpu, stop_running
+from mpu_cli.subprocesses import Ended, import_nothing_from_here, run_mpu, stop_running
 from mpu_cli.toml import read_toml
 from mpu_cli.training.data import read_dataset
 from mpu_cli.training.job import check_options
@@ -100,6 +100,7 @@ class ThroughSubmitit:
             import submitit
         except ImportError as error:
             raise MpuError("--launcher submitit: is not installed", "pip install submitit") from error
+        import_nothing_from_here()  # its jobs start as `python -m submitit…`
         self._executor = submitit.AutoExecutor(folder=folder / f"jobs-{secrets.token_hex(16)}")
         try:
             self._executor.update_parameters(**parameters)

@@ -24,7 +24,7 @@ from mpu_cli.demo.model import make_people
 from mpu_cli.files.sealing import default_identity_path, read_identities
 from mpu_cli.lab import rounds
 from mpu_cli.lab.rounds import publication_in
-from mpu_cli.lab.sweep import ThroughRay, read_sweep
+from mpu_cli.lab.sweep import ThroughRay, ThroughSubmitit, read_sweep
 from mpu_cli.observer import Observer
 from mpu_cli.options.declare import from_flat
 from mpu_cli.options.experiment import Experiment
@@ -512,6 +512,21 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         ray.shutdown()  # of an earlier test, which was in another folder
         assert ThroughRay({"num_cpus": 1}).run(["--version"]).stdout == f"mpu {__version__}\n"
         assert Path.cwd() == root
+
+    @pytest.mark.slow
+    @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python has no option for it")
+    def test_a_job_imports_nothing_from_the_current_folder(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Where somebody else may leave files: submitit starts its processes as `python -m`, which would."""
+        (tmp_path / "here").mkdir()
+        monkeypatch.chdir(tmp_path / "here")
+        monkeypatch.setenv("PYTHONSAFEPATH", "")  # is restored afterwards
+        for name in ("shlex", "submitit", "mpu_cli", "cloudpickle"):
+            Path(f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write({name!r})\n")
+        ended = ThroughSubmitit(tmp_path, {"timeout_min": 5}).run(["--version"])
+        assert not (tmp_path / "imported").exists()
+        assert (ended.status, ended.stdout.split()[-1]) == (0, __version__), ended
 
     @pytest.mark.slow
     def test_a_ray_cluster_has_to_run(self, root: Path, shell: Callable) -> None:
