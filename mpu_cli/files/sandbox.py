@@ -21,11 +21,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpu_cli.errors import MpuError, first_line
-from mpu_cli.files.boundary import LARGEST_TOKENIZER
+from mpu_cli.files.boundary import LARGEST_TOKENIZER, read_json_object
 from mpu_cli.subprocesses import python_command, safe_environment
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 REQUEST_SECONDS = 10.0  # for one request
 SECONDS_EACH = 0.05  # more for each text in it: real templates and tokenizers take a thousandth of that
@@ -38,6 +41,30 @@ Outcome = tuple[bool, Any]  # whether it worked, and what came out or what was w
 
 class LimitError(ValueError):
     """The process took too long, needed too much memory, wrote too much or ended."""
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that transformers reads in ``folder``, without code from there.
+
+    Raises ValueError if its files name a class that is not a tokenizer's, as transformers takes whatever it has by that
+    name, such as a model, and calls it; and for a tokenizer of more than texts, such as of boxes on a page.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
+    from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
+
+    for path in (folder / "tokenizer_config.json", folder / "config.json"):
+        name = read_json_object(path, LARGEST_TOKENIZER).get("tokenizer_class") if path.exists() else None
+        named = tokenizer_class_from_name(name) if isinstance(name, str) and name else None
+        # What a missing library leaves in place of a class says itself what is missing.
+        is_missing = getattr(named, "is_dummy", False)
+        if named and not is_missing and not (isinstance(named, type) and issubclass(named, PreTrainedTokenizerBase)):
+            raise ValueError(f"{path.name}: {name!r} is not a tokenizer")
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    if not isinstance(tokenizer, PreTrainedTokenizerBase):
+        raise ValueError(f"{type(tokenizer).__name__} is not a tokenizer")
+    if type(tokenizer).__call__ is not PreTrainedTokenizerBase.__call__:
+        raise ValueError(f"{type(tokenizer).__name__} is not a tokenizer of texts alone")
+    return tokenizer
 
 
 class Process:
@@ -214,11 +241,8 @@ class _Worker:
         return [_outcome(read, values["json"])]
 
     def convert(self, values: dict[str, Any]) -> list[Outcome]:
-        from transformers import AutoTokenizer
-
         def canonical(folder: str) -> str:
-            tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-            backend = getattr(tokenizer, "backend_tokenizer", None)
+            backend = getattr(load_tokenizer(Path(folder)), "backend_tokenizer", None)
             text = backend.to_str() if backend else ""
             if len(text) > values["longest"]:
                 raise ValueError("it is too large")

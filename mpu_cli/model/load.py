@@ -17,12 +17,12 @@ import transformers
 from accelerate import PartialState
 from accelerate.utils import broadcast, parse_flag_from_env
 from accelerate.utils.memory import clear_device_cache
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.folder import check_tokens
 from mpu_cli.files.reader import Checkpoint, quoted_list
-from mpu_cli.files.sandbox import PROCESS, LimitError
+from mpu_cli.files.sandbox import PROCESS, LimitError, load_tokenizer
 from mpu_cli.model.device import blaming, device_of, processes_of
 from mpu_cli.model.network import build, concrete, network_of, parts_of, repeat_keys_where_faster
 from mpu_cli.model.source import VOCABULARY_FILES, Model
@@ -68,7 +68,7 @@ def load_staged_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         check_tokens(*outcome)
         for path in vocabularies:
             path.unlink()
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+    return load_tokenizer(folder)
 
 
 SAMPLED_ELEMENTS = 256  # elements of a tensor that are compared after loading

@@ -15,10 +15,11 @@ import transformers
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import checkpoint
-from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.integrations import sdpa_attention
 
 from mpu_cli.errors import MpuError
+from mpu_cli.files.sandbox import load_tokenizer
 from mpu_cli.model.source import DTYPE_ENTRIES, Model
 from mpu_cli.records.encode import Encoding, Example, pad
 from mpu_cli.records.read import read_records
@@ -143,7 +144,7 @@ def words_of(tokenizer: PreTrainedTokenizerBase) -> list[str]:
 
 def _tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        return load_tokenizer(folder)
     except Exception:  # a tokenizer of another program's, or one that needs code
         return None
 

@@ -12,10 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.tokenization_auto import TOKENIZER_MAPPING_NAMES
 
+from mpu_cli.errors import MpuError
 from mpu_cli.files import sandbox
+from mpu_cli.model.load import skeleton, tokenizer_of
+from mpu_cli.model.source import open_model
 from mpu_cli.model.staging import with_adapter
+from mpu_cli.options.declare import from_flat
+from mpu_cli.options.unlearning import Unlearning
 from mpu_cli.records import forms
+from mpu_cli.records.read import read_records
+from mpu_cli.training.data import Dataset, encoded_sets
 from tests.helpers.attacks import edit, publish_copy, unlearn_copy
 from tests.helpers.models import DemoModel, load
 
@@ -59,6 +67,50 @@ class TestAChatTemplateThatNeverEnds:
             for prompt in (True, False):
                 texts = forms.render(tokenizer, end, generation_prompt=prompt)
                 assert texts == tokenizer.apply_chat_template(end, add_generation_prompt=prompt, tokenize=False)
+
+
+class TestAClassByName:
+    """transformers takes whatever class it has by the name in tokenizer_config.json or config.json."""
+
+    @pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
+    @pytest.mark.parametrize(
+        "name",
+        ["RagTokenizer", "RagTokenizerFast", "AutoTokenizer", "AutoModelForCausalLM", "LlamaForCausalLM", "Trainer",
+         "pipeline", "PreTrainedTokenizerBase", "LukeTokenizer", "LayoutLMv3Tokenizer", "DPRReaderTokenizer",
+         "TapasTokenizer"],
+    )  # fmt: skip
+    def test_what_is_no_tokenizer_of_texts_is_one_error(
+        self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch, name: str, file: str
+    ) -> None:
+        def load(*_: object, **__: object) -> None:
+            pytest.fail("loaded")
+
+        monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", load)
+        monkeypatch.setattr("transformers.LlamaForCausalLM.from_pretrained", load)
+        edit(root / "base/tokenizer_config.json", "tokenizer_class")
+        edit(root / "base" / file, tokenizer_class=name)
+        refused = mpu("unlearn", "base", "--algo", "gradascent", "--epochs", 1, "--trust-copy", check=False, cwd=root)
+        # Where config.json alone names one, transformers may take another class.
+        assert refused.status == 1 or file == "config.json"
+        if refused.status:
+            assert refused.is_one_error, refused.err
+            assert "unexpected" not in refused.err
+
+    @pytest.mark.slow
+    def test_every_tokenizer_that_transformers_has(self, root: Path) -> None:
+        """Either reads texts or is refused."""
+        records = read_records(root / "forget.jsonl")
+        model = skeleton(open_model(root / "base"))
+        options = from_flat(Unlearning, {"algo": "gradascent", "template": "plain"})
+        taken = []
+        for name in sorted({*TOKENIZER_MAPPING_NAMES.values()} - {None}):
+            edit(root / "base/tokenizer_config.json", tokenizer_class=name)
+            try:
+                encoded_sets(model, tokenizer_of(open_model(root / "base")), Dataset(records), options)
+                taken.append(name)
+            except MpuError:
+                continue
+        assert "TokenizersBackend" in taken
 
 
 class TestATokenizerThatNeverEnds:
