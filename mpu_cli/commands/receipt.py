@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.commands.secrets import opened_keys
 from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.manifest import read_copy_manifest
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Opening, Report
 from mpu_cli.options.declare import group, option
@@ -36,10 +37,11 @@ class Read:
 class Receipt(Command):
     """Check a receipt's signatures and print its verdict; with --keys, countersign FILE in place as the server.
 
-    The client signs that it measured these numbers; the server signs that the copy is the one that it sent and, with
-    --base, that it is a copy of that model. Neither signature proves that the numbers are true, and anyone can sign as
-    somebody: pass the keys that the parties gave you as --client-key and --server-key. --forget shows which records
-    were measured, to the client and to whom it gives the key that is printed then.
+    The client signs that it measured these numbers; the server signs that the copy is the one that it sent, with --base
+    that it is a copy of that model, and with --before that it sent the copy that it was compared with, too. Neither
+    signature proves that the numbers are true, and anyone can sign as somebody: pass the keys that the parties gave you
+    as --client-key and --server-key. --forget shows which records were measured, to the client and to whom it gives the
+    key that is printed then.
     """
 
     NAME: ClassVar[str] = "receipt"
@@ -54,6 +56,11 @@ class Receipt(Command):
     )
     copy: Path | None = option(
         None, "Server: the copy as it was sent, with --keys (default: made again from the model).", metavar="COPY"
+    )
+    before: Path | None = option(
+        None,
+        "Server: the copy from before unlearning as it was sent, to check that it is the one that was compared with.",
+        metavar="COPY",
     )
     base: str | None = option(
         None,
@@ -80,7 +87,7 @@ class Receipt(Command):
         from mpu_cli.measuring.receipt import as_text, check_signatures, public_key_of, read_receipt
         from mpu_cli.protocol.publication import server_secret
 
-        for name in ("copy", "base"):
+        for name in ("copy", "before", "base"):
             if getattr(self, name) and not self.keys:
                 raise UsageError(f"--{name}: is for the server, who signs", "add --keys FILE")
         if (self.retain or self.unseen or self.opening_key) and not self.forget:
@@ -132,16 +139,30 @@ class Receipt(Command):
         if self.copy is None:
             with Transaction() as transaction:
                 folder = transaction.scratch(keys_file.absolute().parent)
-                check_copy(document, remake_copy(model, keys, document.copy.copy, folder), self.file)
+                check_copy(document.copy, remake_copy(model, keys, document.copy.copy, folder), self.file)
         else:
             sent = open_model(str(self.copy))
-            check_copy(document, sent, self.file)
+            check_copy(document.copy, sent, self.file)
             if self.base is not None and not verify(model, sent, keys, logits=False).ok:
                 raise MpuError(
                     f"{self.copy}: not what the keys make of {self.base}",
                     "publish the model in service, and check that copy",
                 )
-        checked = ServerCheck(date=today(), model=keys.base.fingerprint if self.base else None)
+        if self.before is not None:
+            if document.before is None:
+                raise MpuError(f"{self.file}: compared with no copy from before", "leave out --before")
+            earlier = open_model(str(self.before))
+            manifest = read_copy_manifest(earlier.folder, earlier.checkpoint.metadata)
+            facts = document.before
+            names = (facts.run, facts.round, facts.copy, facts.copy_id)
+            if manifest is None or (manifest.run, manifest.round, manifest.copy, manifest.copy_id) != names:
+                raise MpuError(
+                    f"{self.file}: compared with another copy than {self.before}", "name the copy that was trained on"
+                )
+            check_copy(facts, earlier, self.file)
+        checked = ServerCheck(
+            date=today(), model=keys.base.fingerprint if self.base else None, before=self.before is not None
+        )
         signed = msgspec.structs.replace(document, checked=checked)
         return with_signature(signed, "server", server_secret(observer.note))
 
@@ -238,3 +259,9 @@ def _tell_signatures(read: Read, observer: Observer) -> None:
         return
     of_model = f", made of its model {checked.model}" if checked.model else ""
     observer.note(f"the server says that the copy is the one that it sent{of_model}; on {checked.date}")
+    if read.document.before and not checked.before:
+        observer.note(
+            "the copy that it was compared with is by the client's word; the server checks it with --before COPY"
+        )
+    elif read.document.before:
+        observer.note("the server says so, too, of the copy that it was compared with")

@@ -86,11 +86,12 @@ class CopyFacts(Document, forbid_unknown_fields=True):
 
 class ServerCheck(Document, forbid_unknown_fields=True):
     """What a server says with its signature: that on this ``date`` the names, the weights and the surroundings of the
-    copy that was measured were those of the copy that it sent and, unless ``model`` is None, that its keys make this
-    copy of the model with that fingerprint."""
+    copy that was measured were those of the copy that it sent, if ``before`` also those of the one that it was compared
+    with, and, unless ``model`` is None, that its keys make this copy of the model with that fingerprint."""
 
     date: Date
     model: Fingerprint | None
+    before: bool = False
 
 
 class Receipt(Document, forbid_unknown_fields=True):
@@ -244,6 +245,8 @@ def contradiction_in(receipt: Receipt) -> str | None:
         return "the interval of what is left ends below what is left"
     if receipt.records_at_most.bit_count() != 1:
         return "its number of records is no power of two"
+    if receipt.checked and receipt.checked.before and receipt.before is None:
+        return "the server compared a copy from before, and there is none"
     if (receipt.checked is None) != (receipt.server is None):
         return "what the server says and its signature are not both there"
     if _verdict_of(receipt).sentence != receipt.verdict:
@@ -329,10 +332,9 @@ def check_origin(receipt: Receipt, keys: Keys, path: Path) -> None:
         raise MpuError(f"{path}: measured copy {number}, and says copy {copy.copy}")
 
 
-def check_copy(receipt: Receipt, sent: Model, path: Path) -> None:
-    """Raise MpuError unless the copy that was measured has the weights of the one that was ``sent``, and its tokenizer,
-    template and config."""
-    copy = receipt.copy
+def check_copy(copy: CopyFacts, sent: Model, path: Path) -> None:
+    """Raise MpuError unless a ``copy`` that was measured has the weights of the one that was ``sent``, and its
+    tokenizer, template and config."""
     if copy.weights != fingerprint(sent.checkpoint):
         raise MpuError(f"{path}: other weights were measured than those of the copy", "name the copy that was sent")
     if copy.surroundings != surroundings_of(sent):

@@ -345,6 +345,12 @@ def test_a_receipt_is_signed_by_both_and_by_nobody_else(mpu: Callable, folder: P
     assert (pinned.json["client_pinned"], pinned.json["server_pinned"]) == (True, True)
     assert "anyone" not in pinned.err
     assert "not signed by the server" in mpu("receipt", path, "--server-key", public["client"], check=False).err
+    assert "compared with is by the client's word" in outcome.err
+    for wrong_copy, reason in ((folder / "other/copy_1", "another copy"), (demo.model, "another copy")):
+        mpu(*sign, folder / "same/copy_1", "--before", wrong_copy, refused=reason)
+    mpu(*sign, folder / "same/copy_1", "--before", folder / "same/copy_2")
+    assert json.loads(path.read_text())["checked"]["before"] is True
+    assert "says so, too, of the copy that it was compared with" in mpu("receipt", path).err
     forged = with_signature(with_signature(read_receipt(path), "client", bytes(32)), "server", bytes(32))
     (folder / "forged.json").write_text(as_text(forged))
     mpu("receipt", folder / "forged.json", *sign[2:], folder / "same/copy_1", fails="somebody else")
