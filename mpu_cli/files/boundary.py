@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
 import json
 import os
 import re
@@ -29,6 +30,7 @@ from mpu_cli.errors import MpuError, first_line
 MAX_SMALL_FILE = 4 << 20  # bytes of a config or a manifest: a thousand times a real one
 LARGEST_TOKENIZER = 64 << 20  # bytes of a file that tokenizers parses
 BLOCK = 1 << 20
+LONGEST_STEM = 200  # bytes of a name in a longer one
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 GET_IT_AGAIN = "get it again, as files and folders without links"
 
@@ -171,9 +173,19 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def short_name(name: str) -> str:
+    """``name`` with room for what is put around it: file systems allow 255 bytes. Of a long one its beginning, and a
+    digest of all."""
+    content = os.fsencode(name)
+    if len(content) <= LONGEST_STEM:
+        return name
+    beginning = content[: LONGEST_STEM - 17].decode(errors="ignore")
+    return f"{beginning}-{hashlib.sha256(content).hexdigest()[:16]}"
+
+
 def random_name(name: str) -> str:
     """A hidden name that nobody can have prepared, for writing what becomes ``name``."""
-    return f".{name}.{secrets.token_hex(8)}.partial"
+    return f".{short_name(name)}.{secrets.token_hex(8)}.partial"
 
 
 # JSON documents that come from outside, read by a schema. What does not fit is refused, with an error of one line.

@@ -19,7 +19,7 @@ from types import TracebackType
 from typing import ClassVar
 
 from mpu_cli.errors import MpuError
-from mpu_cli.files.boundary import current_umask, sync_folder
+from mpu_cli.files.boundary import current_umask, short_name, sync_folder
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OUTPUT_SIGNS = ("mpu.json", "adapter_config.json")  # mark a directory written by mpu, as does an index of shards
@@ -80,7 +80,7 @@ class Transaction:
             try:
                 self._make_parents(target.parent)
                 remove_abandoned(target.parent, target.name)
-                staging = self._locked_folder(target.parent, f".{target.name}.")
+                staging = self._locked_folder(target.parent, f".{short_name(target.name)}.")
             except OSError as error:
                 raise MpuError(f"{target}: cannot be written: {error.strerror}") from error
             output = staging if directory else staging / target.name
@@ -206,7 +206,7 @@ def _put(output: Path, target: Path) -> Path | None:
         return None
     if _rename(output, target, exchange=True):
         return output
-    backup = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=_OLD, dir=target.parent)) / target.name
+    backup = Path(tempfile.mkdtemp(prefix=f".{short_name(target.name)}.", suffix=_OLD, dir=target.parent)) / target.name
     if output.is_dir():
         target.rename(backup)  # for a moment, there is nothing under the name: ``restore`` looks for this
     else:
@@ -253,7 +253,7 @@ def restore(target: Path) -> None:
     """Give ``target`` back the content that it had before an exchange in two steps was cut off between them."""
     if os.path.lexists(target):
         return
-    for folder in target.parent.glob(f".{glob.escape(target.name)}.*{_OLD}"):
+    for folder in target.parent.glob(f".{glob.escape(short_name(target.name))}.*{_OLD}"):
         backup = folder / target.name
         if os.path.lexists(backup):
             backup.rename(target)
@@ -297,7 +297,7 @@ def _unfinished(parent: Path, name: str) -> list[Path]:
     """The folders in ``parent`` in which the output ``name`` is, or was, on its way."""
     if not parent.is_dir():
         return []
-    ours = re.compile(rf"\.{re.escape(name)}\.[a-z0-9_]{{8}}\.partial")  # as mkdtemp names them
+    ours = re.compile(rf"\.{re.escape(short_name(name))}\.[a-z0-9_]{{8}}\.partial")  # as mkdtemp names them
     return [Path(entry.path) for entry in os.scandir(parent) if ours.fullmatch(entry.name)]
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.files.boundary import private_umask
+from mpu_cli.files.boundary import private_umask, short_name
 from mpu_cli.files.reader import OPTION, TORCH
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.measuring import relearning as relearning_attacks
@@ -484,7 +484,7 @@ def evaluate(
         output = transaction.add(out)
         subject = Subject(model, adapter, open_delta(model, delta) if delta else None, reference, endpoint)
         facts = facts_of(subject, benchmark, used, options)
-        unfinished = out.with_name(f".{out.name}.partial")
+        unfinished = out.with_name(f".{short_name(out.name)}.partial")
         splits_of_key = {}
         for each in passes:
             for key in each.keys:

@@ -237,6 +237,31 @@ def test_a_pickle_is_never_read(tmp_path):
 
 
 class TestTransaction:
+    @pytest.mark.parametrize("stem", ["a" * 239, "a" * 243, "é" * 121])
+    def test_names_of_any_length_that_a_file_may_have(self, mpu, root, stem):
+        """Without what a file is called while it is written; what a killed process left there is removed."""
+        name = f"{stem}.safetensors"
+        with pytest.raises(KeyboardInterrupt), Transaction() as transaction:  # noqa: PT012
+            staging = transaction.add(root / name).parent
+            raise KeyboardInterrupt
+        staging.mkdir()  # as if it had been killed
+        options = ("--algo", "gradascent", "--epochs", 1)
+        for force in ([], ["--force"]):
+            mpu("unlearn", "base", *options, "--out", name, *force, cwd=root)
+        mpu(
+            "eval",
+            "base",
+            "--forget",
+            "forget.jsonl",
+            "--metrics",
+            "forget_Q_A_Prob",
+            "--out",
+            f"{stem}.json",
+            cwd=root,
+        )
+        mpu("keygen", "--out", f"{stem}.txt", cwd=root)
+        assert not list(root.glob(".*"))
+
     def test_nothing_stays_of_a_failure(self, tmp_path):
         with pytest.raises(KeyboardInterrupt), Transaction() as transaction:  # noqa: PT012
             (transaction.add(tmp_path / "deep/er/a")).write_text("new")
