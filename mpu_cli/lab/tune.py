@@ -51,7 +51,7 @@ def tune(
     except ImportError as error:
         raise UsageError("mpu tune needs optuna, which is not installed", "run pip install optuna") from error
     warnings.filterwarnings("ignore", module="optuna")  # of what later versions will drop
-    optuna.logging.set_verbosity(logging.WARNING)
+    optuna.logging.set_verbosity(logging.ERROR)  # it warns of a trial that is refused with a traceback
     if not check_options(options).constants.alpha or not data.retain:
         raise UsageError(
             "a search needs records to keep, to measure what is lost", "use --retain, and an --alpha above 0"
