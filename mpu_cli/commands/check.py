@@ -322,6 +322,7 @@ def _scores(
     from mpu_cli.model.load import letting_go, limits_of, load
     from mpu_cli.model.network import Answers
     from mpu_cli.records.encode import encoding_of
+    from mpu_cli.records.forms import dialogues_of
     from mpu_cli.training.job import check_finite, without_numbers
 
     @letting_go  # imported here, with torch, so what it decorates is here, too
@@ -355,7 +356,7 @@ def _scores(
                     raise without_numbers(model)
                 probabilities.append(math.exp(-loss / max(1, tokens)))
                 verbatim.append(all(part.is_likeliest for part in parts))
-            scores[name] = RecordScores(probabilities, verbatim)
+            scores[name] = RecordScores(probabilities, verbatim, dialogues_of(records))
             observer.advance(len(records))
         for remark in encoding.remarks(sum(map(len, sets.values()))):
             observer.warn(f"{label}: {remark}")

@@ -310,9 +310,10 @@ def _interval(
         drawn = []
         for groups in clusters:
             chosen = generator.integers(len(groups), size=len(groups))
-            # Records that are clusters of their own, a column, are drawn at once.
-            in_one = isinstance(groups, np.ndarray)
-            drawn.append(groups[chosen, 0] if in_one else np.concatenate([groups[number] for number in chosen]))
+            if isinstance(groups, np.ndarray):  # records that are clusters of their own
+                drawn.append(groups[chosen, 0])
+            else:
+                drawn.append(np.concatenate([groups[number] for number in chosen]))
         resampled.append(_cut(statistic(*drawn)))
     ends = np.quantile(resampled, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     low, high = (round_share(float(end)) for end in ends)

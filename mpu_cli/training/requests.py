@@ -141,16 +141,16 @@ def records_so_far(
 ) -> tuple[list[Record], list[Source], list[str]]:
     """The records of an earlier ``request`` that are not among ``known``, the sources that they are from, and the files
     that are gone."""
-    identities = {record.identity for record in known}
+    keys = {record.key for record in known}
     records: list[Record] = []
     sources, gone = [], []
     for source in request.sources:
         if missing := source.missing():
             gone += missing
             continue
-        added = [record for record in source.read(observer) if record.identity not in identities]
+        added = [record for record in source.read(observer) if record.key not in keys]
         if added:
             records += added
-            identities |= {record.identity for record in added}
+            keys |= {record.key for record in added}
             sources.append(source)
     return records, sources, gone
