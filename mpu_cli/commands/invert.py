@@ -56,9 +56,12 @@ class Invert(Command):
 
     def run(self, observer: Observer = SILENT) -> list[Path]:
         """The paths of the inverted deltas."""
+        import torch
+
         from mpu_cli.files.transaction import Transaction
-        from mpu_cli.protocol.deltas import invert
+        from mpu_cli.protocol.deltas import Undoing, invert
         from mpu_cli.protocol.keys import published_base
+        from mpu_cli.protocol.marks import PLANTED, fingerprints, noise_in
 
         keys, deltas = self._opened(observer)
         model = published_base(keys, self.base, self.model_config)
@@ -66,6 +69,14 @@ class Invert(Command):
             observer.stage("invert", sum(delta.checkpoint.nbytes for delta in deltas))
             for delta in deltas:
                 invert(model, delta, target=self._target(delta), transaction=transaction, observer=observer)
+            marks = fingerprints(model, [keys], marks_only=True)
+            for delta in deltas:
+                planted = noise_in(Undoing([delta], model.layout), torch.ones(1), marks)
+                if planted.z >= PLANTED:
+                    observer.warn(
+                        f"{delta.path}: has the mark of the copies of {planted.publication} (z = {planted.z:.1f}), as "
+                        "if such a copy had been added; `mpu aggregate` takes it out, adding this to a model does not"
+                    )
         return [self._target(delta) for delta in deltas]
 
     def report(self, inverted: list[Path], observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)

@@ -53,6 +53,7 @@ from mpu_cli.model.transform import TensorMap, Transform, as_matrix, row_slices
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.protocol.deltas import check_base
 from mpu_cli.protocol.keys import Keys
+from mpu_cli.protocol.marks import clip, without
 from mpu_cli.protocol.noise import Noise, Scales
 from mpu_cli.protocol.publication import matching
 from mpu_cli.records.encode import Encoding
@@ -174,9 +175,6 @@ class Trace:
 
 # The noise of a publication as a trace looks for it, and the sums from which z follows.
 
-CLIP = 6.0  # times the median size of what is left, beyond which it is clipped
-SAMPLE = 4096  # weights of a slice whose median is taken
-
 
 @dataclass(frozen=True)
 class PublicationKeys:
@@ -231,13 +229,6 @@ def sums_of(
     square, norms = float(residue.double().square().sum()), templates.square().sum(1)
     parts = (weight * (templates @ products), weight**2 * square * norms, weight * residue.numel() * norms)
     return torch.stack(parts, 1)
-
-
-def clip(residue: torch.Tensor) -> torch.Tensor:
-    """``residue`` with its tails clipped, so that a few weights that were changed much do not drown the others."""
-    step = max(1, residue.numel() // SAMPLE)
-    bound = CLIP * float(residue[::step].abs().median())
-    return residue.clamp(-bound, bound) if bound > 0 else residue
 
 
 CLIP_FACTOR = 100.0  # times the largest weight of the base in a slice, beyond which a weight is clipped
@@ -350,7 +341,7 @@ class _Tracer:
             regressors = [reference]
             regressors += [draws[cancelling]] if scales.permanent else []
             regressors += [] if public is None else [public[start:stop].float().flatten()]
-            residue = clip(_residual(clip(undone - reference), torch.stack(regressors)))
+            residue = clip(without(clip(undone - reference), torch.stack(regressors)))
             square = float(residue.double().square().sum())
             if not square > 0 or not math.isfinite(square):
                 return torch.zeros(len(templates), 3, dtype=torch.float64)
@@ -368,18 +359,6 @@ def _agreements(residual: AxisMap, transform: Transform, layout: Layout) -> int 
 def _model_map(transform: Transform, layout: Layout) -> AxisMap | None:
     axis_map = transform.maps(layout.parameters[0]).get("model")
     return axis_map if isinstance(axis_map, AxisMap) else None
-
-
-def _residual(difference: torch.Tensor, regressors: torch.Tensor) -> torch.Tensor:
-    """``difference``, float32 (n,), without its projection on the ``regressors``, (k, n)."""
-    gram = (regressors @ regressors.T).double()
-    right = (regressors @ difference).double()
-    # A ridge, because regressors may be nearly parallel: the base and the public model are.
-    steadied = gram + 1e-9 * gram.diagonal().mean() * torch.eye(len(gram), dtype=torch.float64)
-    if not torch.isfinite(steadied).all() or not float(gram.diagonal().mean()) > 0:
-        return difference
-    coefficients = torch.linalg.lstsq(steadied, right[:, None]).solution[:, 0]
-    return difference - (coefficients.float() @ regressors)
 
 
 def check_traceable(keys: Keys, label: str) -> None:

@@ -37,7 +37,7 @@ from mpu_cli.model.transform import TensorMap, as_matrix, measured_slices, row_s
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.publishing import RESTORE, Aggregating
 from mpu_cli.protocol.deltas import Delta, LowRank, Undoing, check_base, check_finite, check_norms, outliers_of
-from mpu_cli.protocol.register import PLANTED, Draws, Fingerprints, products_with, take_out
+from mpu_cli.protocol.marks import PLANTED, Fingerprints, Planted, Products, fingerprints, noise_in
 from mpu_cli.protocol.round import (
     AggregatePlan,
     Aggregation,
@@ -109,12 +109,12 @@ class _Sums(NamedTuple):
     """Sums over one slice, as lists: small tensors that outlive large buffers fragment the heap.
 
     ``gram``: the deltas' inner products (m, m), upper triangle 0; ``squares``: if measured, the squared norms of the
-    update's rounding error and of the update (2,); ``noise``: ``products_with`` the copies' own noise.
+    update's rounding error and of the update (2,); ``noise``: the update's products with the noise of copies.
     """
 
     gram: list[list[float]]
     squares: list[float]
-    noise: list[float]
+    noise: Products
 
 
 # What has begun for one tensor: digests of its pieces, and the sums of its slices.
@@ -133,22 +133,26 @@ class Combined:
     updates: list[Aggregation]
     cosines: torch.Tensor
     rounding: float
+    planted: Planted
     step: ServerStep | None = None
 
     def warnings(self) -> list[str]:
-        """What is probably wrong with each owner's update, a sentence each."""
-        return [f"run {update.keys.run}: {text}" for update in self.updates for text in update.warnings()]
+        """What is probably wrong with each owner's update, and with their sum, a sentence each."""
+        of_updates = [f"run {update.keys.run}: {text}" for update in self.updates for text in update.warnings()]
+        return of_updates + ([self.planted.warning] if self.planted.warning else [])
 
 
 @dataclass(frozen=True)
 class Written:
     """What became known while a model was written: ``gram``, the inner products of the changes, float64 (k, k), and
-    what ``Aggregation`` says of it; ``planted`` is of each publication."""
+    what ``Aggregation`` says of it; ``planted``: the publication whose noise is most in it, ``to_take_out``: the draws
+    of which it has too much."""
 
     gram: torch.Tensor
     rounding: float
     outliers: tuple[tuple[str, int, float], ...]
-    planted: tuple[float, ...]
+    planted: Planted
+    to_take_out: frozenset[int]
 
 
 def aggregate(plan: AggregatePlan, *, observer: Observer = SILENT) -> Aggregation:
@@ -165,6 +169,7 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
     """
     owners, options = plan.owners, plan.options
     undoing = Undoing(plan.deltas, plan.base.layout)
+    noises = fingerprints(plan.base, plan.publications)
     with Transaction(force=plan.force) as transaction:
         folder = transaction.add(plan.out, directory=True)
         steps = [1.0] * len(owners)
@@ -173,19 +178,20 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
         weights = torch.cat([w * step for w, step in zip(plan.weights, steps, strict=True)])
 
         def write(into: Path, settled: Aggregating) -> Written:
-            """Write the model into ``into``; once more, without the copies' own noise, if the update has too much of
+            """Write the model into ``into``; once more, without the noise of copies, if the update has too much of
             that."""
-            written = write_model(plan, undoing, weights, options=settled, folder=into, observer=observer)
-            if max(written.planted) > PLANTED:
+            written = write_model(plan, undoing, weights, noises, options=settled, folder=into, observer=observer)
+            if written.to_take_out:
                 for path in into.iterdir():
                     if path.is_dir():
                         shutil.rmtree(path)
                     else:
                         path.unlink()
                 cleaned = write_model(
-                    plan, undoing, weights, options=settled, folder=into, observer=observer, without_noise=True
-                )
-                written = replace(cleaned, gram=written.gram, planted=written.planted)
+                    plan, undoing, weights, noises, options=settled, folder=into, observer=observer,
+                    without=written.to_take_out,
+                )  # fmt: skip
+                written = replace(cleaned, planted=written.planted)
             return written
 
         options, server_step = settle_server_lr(plan.base, options, write, plan.out, observer)
@@ -208,7 +214,8 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
             update = replace(
                 agreement_of(owner, plan.out, gram[part, part]),
                 rounding=written.rounding,
-                planted=written.planted[i],
+                planted=written.planted.z if len(owners) == 1 else 0.0,
+                planted_from=written.planted.publication,
                 outliers=written.outliers if len(owners) == 1 else (),
                 step=server_step,
                 rate=steps[i] * options.rate,
@@ -219,7 +226,9 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
             (folder / CARD).write_text(card(plan.base, updates[0], "model"), encoding="utf-8")
     products = weights_by_owner @ gram @ weights_by_owner.T  # of the owners' updates
     norms = products.diagonal().clamp(min=0).sqrt()
-    return Combined(plan.out, updates, products / (norms[:, None] * norms[None, :]), written.rounding, server_step)
+    cosines = products / (norms[:, None] * norms[None, :])
+    planted = written.planted if len(owners) > 1 else Planted()
+    return Combined(plan.out, updates, cosines, written.rounding, planted, server_step)
 
 
 MOST_RESTORED = 1.5  # times an average; of changes that agree less, a longer one is mostly what sets them apart
@@ -255,10 +264,12 @@ def default_step(base: Model, deltas: Sequence[Delta], weights: torch.Tensor) ->
 
 
 def write_model(
-    plan: AggregatePlan, undoing: Undoing, weights: torch.Tensor, *, options: Aggregating, folder: Path,
-    observer: Observer, without_noise: bool = False,
+    plan: AggregatePlan, undoing: Undoing, weights: torch.Tensor, noises: Fingerprints, *, options: Aggregating,
+    folder: Path, observer: Observer, without: frozenset[int] = frozenset(),
 ) -> Written:  # fmt: skip
-    """Write θ + η·Σ_k w_k·(change k) into ``folder``, except for the model card; η is the rate of ``options``."""
+    """Write θ + η·Σ_k w_k·(change k) into ``folder``, except for the model card; η is the rate of ``options``.
+
+    The update is searched for the ``noises`` or, if there are such, loses those of the numbers ``without``."""
     base, publications = plan.base, plan.publications
     source, layout = base.checkpoint, base.layout
     dtype = OPTION[options.dtype] if options.dtype else None
@@ -272,8 +283,7 @@ def write_model(
     deltas = undoing.deltas
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
     rounding = torch.zeros(2, dtype=torch.float64)
-    fingerprints = Fingerprints(publications)
-    noise = torch.zeros(fingerprints.count + 1, dtype=torch.float64)
+    noise = torch.zeros(noises.count, 4, dtype=torch.float64)
     digests: dict[str, list[bytes]] = {}
     outliers: list[tuple[str, int, float]] = []
     with CheckpointWriter(folder, specs, as_metadata(facts), like=source) as writer, worker_pool() as pool:
@@ -283,7 +293,7 @@ def write_model(
             if not tensor.constant:
                 return digesting, add_up(
                     pool, tensor, source.tensor(tensor.name), undoing=undoing, rates=weights * options.rate,
-                    writer=writer, fingerprints=fingerprints, without_noise=without_noise,
+                    writer=writer, noises=noises, without=without,
                 )  # fmt: skip
             writer.tensor(tensor.name).copy_(source.tensor(tensor.name))
             return digesting, []
@@ -310,7 +320,7 @@ def write_model(
     if behind := carry_small_files(base, folder, dtype):
         observer.note(f"{base.folder}: the result does not get {quoted_list(behind)}")
     write_json(folder / MANIFEST_NAME, facts)
-    return Written(gram, lost, tuple(outliers), fingerprints.largest_z(noise))
+    return Written(gram, lost, tuple(outliers), *noises.judge(noise))
 
 
 def one_ahead(
@@ -327,11 +337,11 @@ def one_ahead(
 
 def sums_of(adding: Sequence[Future[_Sums]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """All slices of a tensor together: inner products, float64 (m, m), squares of what rounding lost, (2,), and
-    ``products_with`` the noise of copies."""
+    products with the noise of copies."""
     parts = [future.result() for future in adding]
     products = torch.tensor([part.gram for part in parts], dtype=torch.float64).sum(0)
     squares = torch.tensor([part.squares for part in parts], dtype=torch.float64).sum(0)
-    noise = torch.tensor([part.noise for part in parts], dtype=torch.float64).sum(0)
+    noise = torch.tensor([part.noise for part in parts], dtype=torch.float64).sum(0).view(-1, 4)
     return products + products.tril(-1).T, squares, noise
 
 
@@ -343,12 +353,12 @@ def add_up(
     undoing: Undoing,
     rates: torch.Tensor,
     writer: CheckpointWriter,
-    fingerprints: Fingerprints,
-    without_noise: bool,
+    noises: Fingerprints,
+    without: frozenset[int],
 ) -> list[Future[_Sums]]:
     """Start writing one tensor: ``base_weights`` plus the changes to it times their ``rates``; see ``sums_of``.
 
-    The update is searched for ``fingerprints`` and, ``without_noise``, loses them.
+    The update is searched for the ``noises`` or, if there are such, loses those of the numbers ``without``.
     """
     target, before = as_matrix(writer.tensor(tensor.name)), as_matrix(base_weights)
     changes = undoing.changes(tensor)
@@ -361,7 +371,7 @@ def add_up(
     slices = row_slices(maps, *before.shape)
     looked_at = measured_slices(len(slices))
     rounded_rates = rates.to(dtype).tolist()
-    draws: Draws = fingerprints.draws_of(tensor.name)
+    tensor_noise = noises.of(tensor)
 
     def work(start: int, stop: int, measured: bool) -> _Sums:
         undone = [None if c is None else c.rows(start, stop, dtype).to(dtype).reshape(-1) for c in changes]
@@ -376,13 +386,11 @@ def add_up(
             if part is not None:
                 check_finite(part, gram[k][k], undoing.deltas[k], tensor.name)
                 update.view(-1).add_(part, alpha=rate)
-        noise = [0.0] * (fingerprints.count + 1)
-        if (measured or without_noise) and present_changes:
-            columns = clean.shape[1]
-            drawn = draws(start * columns, stop * columns, dtype)
-            noise = products_with(update.view(-1), drawn)
-            if without_noise:
-                take_out(update.view(-1), drawn, clean.view(-1))
+        noise: Products = [[0.0] * 4] * noises.count
+        if present_changes and without:
+            tensor_noise.take_out(update, start, without)
+        elif present_changes:
+            noise = tensor_noise.products(update, start)
         stored = (clean + update).to(target.dtype)
         if not all_finite(stored):
             raise MpuError(
@@ -392,7 +400,7 @@ def add_up(
         if not measured:
             return _Sums(gram, [0.0, 0.0], noise)
         lost = stored.to(dtype) - clean - update
-        squares = [float(lost.double().square().sum()), noise[-1]]  # noise[-1]: the update's squared norm
+        squares = [float(lost.double().square().sum()), float(update.double().square().sum())]
         return _Sums(gram, squares, noise)
 
     pool.submit(writer.populate, tensor.name)
@@ -437,6 +445,14 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
         module = "base_model.model." + layout.full_name(tensor.name).removesuffix(".weight")
         tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
     check_norms(gram, deltas, options.max_norm, weights * rate)
+    planted = noise_in(undoing, weights * rate, fingerprints(base, plan.publications))
+    if planted.z >= PLANTED:
+        raise MpuError(
+            f"nothing was written: the update has noise of the copies of {planted.publication} in it "
+            f"(z = {planted.z:.1f}), as if such a copy had been added to a delta: `mpu trace` would take a model with "
+            "this adapter for that copy",
+            "without --as-adapter, aggregate takes it out; factors of low rank cannot lose it",
+        )
     config = _peft_config(tensors, base)
     specs: TensorSpecs = {name: (NAME[t.dtype], tuple(t.shape)) for name, t in tensors.items()}
     with Transaction(force=plan.force) as transaction:

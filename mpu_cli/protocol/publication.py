@@ -51,9 +51,10 @@ class Publication:
     the seed. ``permanent_seed``: what permanent noise is drawn from, the same in every publication of a base, so
     that publications cannot be averaged; None for ``seed``. ``derive_permanent_seed``: whether ``publish`` has to
     derive that from the server's own secret. ``again``: publish although the register says that publications of this
-    base could be averaged, or that its ε is spent. ``mark``: the size of noise of the publication's own that is the
-    same in all of its copies, as a share of the other noise of the copy that has least. The same publication of the
-    same base has the same bytes.
+    base could be averaged, or that its ε is spent. ``is_registered``: whether ``publish`` enters it in the register, in
+    which ``aggregate`` looks up its noise. ``mark``: the size of noise of the publication's own that is the same in all
+    of its copies, as a share of the other noise of the copy that has least. The same publication of the same base has
+    the same bytes.
     Raises UsageError for numbers out of range.
     """
 
@@ -72,6 +73,7 @@ class Publication:
     permanent_seed: bytes | None = field(default=None, repr=False)
     derive_permanent_seed: bool = False
     again: bool = False
+    is_registered: bool = False
     mark: float = 0.0
 
     def __post_init__(self) -> None:
@@ -153,7 +155,8 @@ class Publication:
         """This publication with the secrets, names and noise of ``other``, to make further copies of that."""
         return replace(
             self, seed=other.seed, seed_is_secret=other.seed_is_secret, scheme=other.scheme, run=other.run,
-            round=other.round, permanent_seed=other.permanent_seed, derive_permanent_seed=False, mark=other.mark,
+            round=other.round, permanent_seed=other.permanent_seed, derive_permanent_seed=False, is_registered=False,
+            mark=other.mark,
         )  # fmt: skip
 
     def manifests(self, tensors: Mapping[str, TensorInfo], reference: str | None) -> list[CopyManifest]:
@@ -237,6 +240,7 @@ def publication_of(
         round=round_,
         derive_permanent_seed=seed is None and bool(disguise.permanent_noise),
         again=options.publish_again,
+        is_registered=seed is None,
         **settings_of(disguise),
     )
 

@@ -33,6 +33,7 @@ from mpu_cli.protocol.publication import Publication, matching, server_secret
 from mpu_cli.protocol.register import (
     RegisterEntry,
     default_register_path,
+    enter,
     enter_calibrated,
     enter_permanent,
     sample_of,
@@ -198,15 +199,16 @@ def _write_copies(
     """Write each copy's tensors into its folder; the keys that undo them, and the copies' permanent noise as a share of
     their weights. ``entries`` gets the publication's line in the register, if it has one."""
     existing_keys, publication, layout = plan.existing_keys, plan.publication, plan.base.layout
+    is_registered = existing_keys is None and publication.is_registered
     # Earlier publications decide on one whose permanent noise is the server's own, or that has a budget of ε.
-    is_registered = existing_keys is None and (publication.derive_permanent_seed or publication.calibration is not None)
+    is_bound = publication.derive_permanent_seed or publication.calibration is not None
     with ExitStack() as stack:
         scan = BaseScan(
             plan.base.checkpoint,
             layout,
             matching(plan.base, plan.pretrained),
             stack.enter_context(worker_pool()),
-            with_content=is_registered,
+            with_content=is_registered and is_bound,
         )
         permanent_sigma = None
         if is_registered:
@@ -281,10 +283,18 @@ def _enter_in_register(
     """
     publication, path, full_layout = plan.publication, default_register_path(), plan.full_base.layout
     full_names = names_in_base(plan.full_base, publication.omitted)
-    scales = scan.scales()  # reads all blocks, which the content needs
-    content = scan.content(plan.full_base, full_layout, full_names)
     sample = sample_of(plan.full_base.checkpoint, full_layout)
-    entry = RegisterEntry(publication.run, publication.round, content, sample)
+    cancels = publication.kappa or (publication.calibration and publication.calibration.sigma)
+    entry = RegisterEntry(
+        publication.run, publication.round, "", sample, seed=publication.seed.hex(),
+        draws=publication.scheme.mixing.shape[1] if cancels else 0, marked=publication.mark > 0,
+    )  # fmt: skip
+    if not publication.calibration and not publication.derive_permanent_seed:
+        if entry.draws or entry.marked:
+            entries.append(enter(path, entry))
+        return publication, None
+    scales = scan.scales()  # reads all blocks, which the content needs
+    entry = replace(entry, content=scan.content(plan.full_base, full_layout, full_names))
     if calibration := publication.calibration:
         sigma = calibration.shared_sigma or calibration.sigma * min(publication.scheme.scales)
         entries.append(enter_calibrated(path, entry, sigma, calibration.rounds, again=publication.again))

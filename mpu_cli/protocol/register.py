@@ -1,4 +1,4 @@
-"""The server's own record of publications that could be averaged, or whose ε adds up.
+"""The server's own record of its publications: which could be averaged, whose ε adds up, and what marks them.
 
     CONFIG/mpu/published.jsonl    a line for each publication, mode 0600
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -24,8 +24,6 @@ from mpu_cli.files.reader import TORCH, Checkpoint
 from mpu_cli.files.resumption import alone_with_private, append_line, read_lines
 from mpu_cli.files.sealing import default_identity_path
 from mpu_cli.model.layout import Layout
-from mpu_cli.protocol.keys import Keys
-from mpu_cli.protocol.noise import Noise, Scales
 from mpu_cli.wording import counted
 
 SAMPLES = 1024  # weights that tell whether a model is another's in another precision
@@ -60,7 +58,8 @@ class RegisterEntry:
     content of the base's first publication in any precision; ``secret``: which secret of the server's it is drawn from;
     ``permanent_sigma``: σ of permanent noise by the name of a block's first tensor in memory; ``calibrated_sigma``: σ
     that hides the base under ``--epsilon``, in ``calibrated_rounds`` publications; ``replaces_earlier``: whether nobody
-    has copies of those before it.
+    has copies of those before it; ``seed``: what its copies are drawn from, ``draws``: how many draws
+    of noise that cancels it has, ``marked``: whether it has a mark.
     """
 
     run: str
@@ -74,6 +73,9 @@ class RegisterEntry:
     calibrated_rounds: int = 1
     replaces_earlier: bool = False
     entry_id: str = ""
+    seed: str = field(default="", repr=False)
+    draws: int = 0
+    marked: bool = False
 
 
 def default_register_path() -> Path:
@@ -115,6 +117,12 @@ def read_register(path: Path) -> list[RegisterEntry]:
             raise MpuError(f"{path}: damaged (a dtype is not known)", hint)
         entries.append(entry)
     return entries
+
+
+def enter(path: Path, entry: RegisterEntry) -> RegisterEntry:
+    """Enter a publication that no other one forbids; the entry."""
+    with alone_with_private(path):
+        return _append(path, entry)
 
 
 def withdraw(path: Path, entry: RegisterEntry) -> None:
@@ -225,71 +233,3 @@ def _same_base(entry: RegisterEntry, other: RegisterEntry) -> bool:
     if entry.sample.dtypes == other.sample.dtypes:
         return False  # the content decides
     return entry.sample.rounds_to(other.sample) or other.sample.rounds_to(entry.sample)
-
-
-# Taking the noise of a publication's copies out of an update that a client put it into.
-#
-# An honest update has no more of it than chance gives. A client may add a little of its copy to its delta, so that
-# the server's new model carries the mark of that copy and is traced to this client (``mpu trace``), who can then leak
-# the copy itself. Every update is looked at, a slice or two of each tensor; of one that has too much of a
-# publication's mark, or of a draw of the noise that cancels, each slice loses what least squares finds of them.
-
-PLANTED = 6.0  # standard deviations of chance from which noise in an update was put there
-
-
-# Standard normals for the weights start … stop of a tensor, in a dtype, (stop − start,) for each draw.
-Draws = Callable[[int, int, torch.dtype], list[torch.Tensor]]
-
-
-class Fingerprints:
-    """The draws of ``publications``: of each what its copies' noise is mixed from, and its mark if it has one."""
-
-    def __init__(self, publications: Sequence[Keys]):
-        self._noises: list[tuple[Noise, Scales]] = []
-        self._counts = []  # of draws for each tensor
-        for keys in publications:
-            values = keys.publication
-            # Of the scales only matters which are not 0: of these there are draws.
-            scales = Scales(float(any(keys.sigma.values())), 0.0, float(values.mark > 0))
-            noise = values.noise(range(1, values.copies + 1))
-            self._noises.append((noise, scales))
-            self._counts.append(len(noise.subkeys("", scales)))
-        self.count = sum(self._counts)
-
-    def draws_of(self, tensor: str) -> Draws:
-        """The draws for ``tensor``, by its name in the base with all layers."""
-        keyed = [(noise, noise.subkeys(tensor, scales)) for noise, scales in self._noises]
-
-        def draws(start: int, stop: int, dtype: torch.dtype) -> list[torch.Tensor]:
-            drawn = []
-            for noise, keys in keyed:
-                drawn += noise.draws(keys, start, stop, dtype)
-            return drawn
-
-        return draws
-
-    def largest_z(self, sums: torch.Tensor) -> tuple[float, ...]:
-        """The largest |z| of each publication's draws, from the sums of ``products_with``, float64 (draws + 1,).
-
-        ⟨update, draw⟩/‖update‖ is standard normal unless the update was made with the draw.
-        """
-        z = sums[:-1].abs() / sums[-1].sqrt().clamp(min=1e-300)
-        return tuple(float(part.max()) if len(part) else 0.0 for part in z.split(self._counts))
-
-
-def products_with(update: torch.Tensor, draws: Sequence[torch.Tensor]) -> list[float]:
-    """The products of ``update``, flat, float32 or float64 (n,), with each draw, and its squared norm."""
-    return [*(float(torch.dot(update, draw)) for draw in draws), float(update.double().square().sum())]
-
-
-def take_out(update: torch.Tensor, draws: Sequence[torch.Tensor], base: torch.Tensor) -> None:
-    """Take out of ``update``, flat (n,), in place, what it has of the draws by least squares.
-
-    So much of the weights of the ``base`` as was added with them is fitted beside them, and stays: chance alone makes
-    their products with the draws larger than what is looked for.
-    """
-    directions = torch.stack([*draws, base])
-    gram = (directions @ directions.T).double()
-    shares = torch.linalg.lstsq(gram, (directions @ update).double()[:, None]).solution[:-1, 0]
-    if torch.isfinite(shares).all():
-        update.sub_(shares.to(update.dtype) @ directions[:-1])

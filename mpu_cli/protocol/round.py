@@ -24,8 +24,8 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.publishing import AUTO, RESTORE, Aggregating
 from mpu_cli.protocol.deltas import Delta, check_round, delta_paths, open_deltas
 from mpu_cli.protocol.keys import Keys
+from mpu_cli.protocol.marks import Planted
 from mpu_cli.protocol.noise import ErrorEstimate, error_estimate
-from mpu_cli.protocol.register import PLANTED
 from mpu_cli.records.read import read_records
 
 if TYPE_CHECKING:
@@ -204,8 +204,8 @@ class Aggregation:
     ‖ηΔ̄‖, what the dtype of storage lost of the update, read off a slice or two of each tensor; ``error``: how far Δ̄
     is from the clean update; ``outliers``: tensors of which one copy's change is far larger than the others', with the
     copy and by what factor; ``trained_differently``: two copies, and in what their training differed, by the tags in
-    their deltas; ``step``: how the step was chosen, if it was; ``planted``: the largest |z| of the publication's own
-    noise in the update, which is taken out above PLANTED; ``rate``: how many times Δ̄ was applied.
+    their deltas; ``step``: how the step was chosen, if it was; ``planted``: the largest z of noise of copies that was
+    in the update and is taken out, and ``planted_from``: of which publication; ``rate``: how many times Δ̄ was applied.
     """
 
     path: Path
@@ -222,6 +222,7 @@ class Aggregation:
     algorithms: tuple[str, ...] = ()
     step: ServerStep | None = None
     planted: float = 0.0
+    planted_from: str = ""
     rate: float = 1.0
 
     def warnings(self) -> list[str]:
@@ -260,11 +261,8 @@ class Aggregation:
             yield f"and {len(self.outliers) - MAX_OUTLIERS_SHOWN} more tensors"
 
     def _problems_of_update(self) -> Iterator[str]:
-        if self.planted > PLANTED:
-            yield (
-                f"the update had some of the copies' own noise in it (z = {self.planted:.1f}), as if a copy had been "
-                "added to a delta; it was taken out, so that `mpu trace` does not take your model for that copy"
-            )
+        if planted := Planted(self.planted, self.planted_from).warning:
+            yield planted
         if self.norm == 0:
             yield "all deltas are zero: nothing was unlearned"
         if self.rounding > LOST_TO_ROUNDING:

@@ -447,9 +447,9 @@ def test_a_copy_that_a_client_adds_to_its_delta_marks_nothing(mpu: Callable, tmp
     keys_file = folder.with_suffix(".bin")
     honest = mpu("aggregate", clean, "--keys", keys_file, "--out", tmp_path / "a", "--dtype", "float32")
     outcome = mpu("aggregate", poisoned, "--keys", keys_file, "--out", tmp_path / "b", "--dtype", "float32")
-    assert "own noise in it" in outcome.err
+    assert "noise of the copies of round 1" in outcome.err
     assert (tmp_path / "b/additional_chat_templates/rag.jinja").exists()
-    assert "own noise in it" not in honest.err
+    assert "noise of the copies" not in honest.err
     for k in (1, 2):
         for name, x in undo_copy(folder, k).items():
             planted[name] = planted[name] + 0.05 * x.to(planted[name])
