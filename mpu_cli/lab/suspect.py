@@ -24,6 +24,7 @@ from mpu_cli.model.sampling import AxisMap, Maps
 from mpu_cli.model.source import locate
 from mpu_cli.model.staging import is_adapter
 from mpu_cli.model.transform import TensorMap, Transform, as_matrix, name_in_copy, row_slices, tensor_map
+from mpu_cli.protocol.marks import clip, median_size
 
 # A suspect whose weights were changed for nothing: turned, its tokens reordered, tokens or neurons added.
 #
@@ -36,7 +37,9 @@ from mpu_cli.model.transform import TensorMap, Transform, as_matrix, name_in_cop
 # first match of the tokens; then tokens are matched by nearest neighbours and the turn by orthogonal Procrustes, in
 # turns.
 
-FITS, SUREST = 0.5, 0.9  # mean cosine of the embedding's rows with the base's from which a turn counts as found
+FITS, SUREST = 0.5, 0.9  # median cosine of the embedding's rows with the base's from which a turn counts as found
+LOUD = 3.0  # times the median length, from which a row is left out of what is fitted to all of them
+REFITS, UNLIKE = 2, 0.5  # fits without the rows whose cosine is below this share of the median one
 AXIS = 0.9  # entry of a turn from which a coordinate counts as one of the base's
 PRINCIPAL, PASSES, SAMPLE = 16, 6, 4096  # axes of the first match; passes, each over so many tokens
 NEIGHBOUR_ROWS = 1024  # whose nearest neighbours are looked for at once
@@ -113,7 +116,8 @@ class StraightenedCheckpoint:
 
 
 def _norms_over(x: torch.Tensor, dimension: int) -> torch.Tensor:
-    """The norm of each slice across ``dimension``, shaped to multiply."""
+    """The norm of each slice across ``dimension`` with its tails clipped, shaped to multiply."""
+    x = clip(x)
     others = [each for each in range(x.ndim) if each != dimension]
     return torch.linalg.vector_norm(x, dim=others, keepdim=True) if others else x.abs()
 
@@ -154,44 +158,69 @@ def _turn_and_tokens(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Te
     all have their places. None if nothing fits."""
     both = min(len(ours), len(theirs))
     turn = turn_between(ours[:both], theirs[:both])
-    if mean_cosine(ours[:both] @ turn, theirs[:both]) >= _enough(both, len(turn)):
+    if median_cosine(ours[:both] @ turn, theirs[:both]) >= _enough(both, len(turn)):
         if len(ours) == len(theirs):
             return turn, None
         return turn, torch.cat([torch.arange(both), torch.full((len(theirs) - both,), -1)])
     step = max(1, len(theirs) // SAMPLE)
     sample = theirs[::step]
-    ours_principal, theirs_principal = _principal(ours), _principal(theirs)
-    places = _nearest(theirs_principal[::step], ours_principal)
-    for _ in range(PASSES):
-        turn = turn_between(ours[places], sample)
-        places = _nearest(sample, ours @ turn)
-    if mean_cosine((ours @ turn)[places], sample) < _enough(len(sample), len(turn)):
-        return None
-    return turn, _nearest(theirs, ours @ turn)
+    # Directions alone are another first match: of lengths, tokens that nothing uses may have any.
+    for prepare in (_as_it_is, torch.nn.functional.normalize):
+        places = _nearest(_principal(prepare(theirs))[::step], _principal(prepare(ours)))
+        for _ in range(PASSES):
+            turn = turn_between(ours[places], sample)
+            places = _nearest(sample, ours @ turn)
+        if median_cosine((ours @ turn)[places], sample) >= _enough(len(sample), len(turn)):
+            return turn, _nearest(theirs, ours @ turn)
+    return None
+
+
+def _as_it_is(rows: torch.Tensor) -> torch.Tensor:
+    return rows
 
 
 def _enough(rows: int, width: int) -> float:
-    """The mean cosine from which a turn fitted to so many ``rows`` counts as found: FITS above that of unrelated ones,
-    which is about √(width/rows)."""
+    """The median cosine from which a turn fitted to so many ``rows`` counts as found: FITS above that of unrelated
+    ones, which is about √(width/rows)."""
     return min(FITS + math.sqrt(width / rows), SUREST)
 
 
 def turn_between(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The matrix with orthonormal columns or rows that brings the rows of ``x``, (n, d), closest to those of ``y``."""
-    return procrustes(x.T @ y).float()
+    """The matrix with orthonormal columns or rows that brings the rows of ``x``, (n, d), closest to those of ``y``.
+
+    Rows that are far longer than others are left out, then those that fit far worse than most: tokens that nothing uses
+    may be anything, and whoever changed a model chose them.
+    """
+    quiet = _quiet(x) & _quiet(y)
+    x, y = x[quiet], y[quiet]
+    turn = procrustes(x.T @ y).float()
+    for _ in range(REFITS):
+        fit = torch.nn.functional.cosine_similarity(x @ turn, y, dim=1)
+        like = fit >= UNLIKE * fit.median()
+        turn = procrustes(x[like].T @ y[like]).float()
+    return turn
 
 
-def mean_cosine(x: torch.Tensor, y: torch.Tensor) -> float:
-    """The mean of the cosines between the rows of ``x`` and ``y``, less the mean of each, which all rows share."""
-    return float(torch.nn.functional.cosine_similarity(x - x.mean(0), y - y.mean(0), dim=1).mean())
+def median_cosine(x: torch.Tensor, y: torch.Tensor) -> float:
+    """The median of the cosines between the rows of ``x`` and ``y``, less the mean of each, which all rows share."""
+    x, y = (rows - rows[_quiet(rows)].mean(0) for rows in (x, y))
+    return float(torch.nn.functional.cosine_similarity(x, y, dim=1).median())
+
+
+def _quiet(rows: torch.Tensor) -> torch.Tensor:
+    """Which rows are not far longer than most that are not 0."""
+    lengths = torch.linalg.vector_norm(rows, dim=1)
+    positive = lengths[lengths > 0]
+    return lengths <= LOUD * positive.median() if len(positive) else lengths == 0
 
 
 def _principal(embedding: torch.Tensor) -> torch.Tensor:
     """The rows' coordinates in their first principal axes, signed so that the third moment of each is positive."""
-    centred = embedding - embedding.mean(0)
+    quiet = _quiet(embedding)
+    mean = embedding[quiet].mean(0)
+    centred = embedding[quiet] - mean
     axes = torch.linalg.eigh((centred.T @ centred).double()).eigenvectors.flip(1)[:, :PRINCIPAL].float()
-    projected = centred @ axes
-    return projected * projected.pow(3).mean(0).sign()
+    return ((embedding - mean) @ axes) * (centred @ axes).pow(3).mean(0).sign()
 
 
 def _nearest(rows: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
@@ -224,6 +253,8 @@ def _find_neurons(straightened: StraightenedCheckpoint) -> None:
 
 
 TAILS = 4.0  # times the RMS of the base's weights, beyond which those of a suspect are clipped to align them
+LARGEST = 1000.0  # times that, beyond which nothing is a weight
+EQUILIBRATIONS, COMPARED = 3, 4  # rounds of scaling rows and columns; slices of a matrix that are compared
 ALIGNED = 0.5  # cosine with the base above which a matrix counts as lying in its coordinates
 MIN_IMPROVEMENT = 0.1  # by which another turn than a signed permutation has to bring the tokens closer
 MODEL_AXES = (("model",), ("|model|",))
@@ -240,6 +271,25 @@ def open_suspect(source: str) -> Checkpoint:
     return open_checkpoint(path, links=False)
 
 
+def in_scale_of(like: torch.Tensor, x: torch.Tensor, tails: float) -> torch.Tensor:
+    """``x``, float32, with the median size of ``like``, and clipped beyond ``tails`` times the RMS of that."""
+    size, wanted = median_size(x.nan_to_num(0.0, 0.0, 0.0)), median_size(like)
+    if not size or not wanted:
+        return x.nan_to_num(0.0, 0.0, 0.0)
+    bound = tails * float(like.square().mean().sqrt())
+    return (x * (wanted / size)).nan_to_num(0.0, bound, -bound).clamp(-bound, bound)
+
+
+def equilibrated(x: torch.Tensor) -> torch.Tensor:
+    """A matrix whose rows, and then columns, have the same size, with its tails clipped: what is left of it if whoever
+    changed a model scaled what some neurons, heads or norms give, and what reads them by the inverse."""
+    x = clip(x)
+    for _ in range(EQUILIBRATIONS if min(x.shape) > 1 else 0):
+        for dimension in (1, 0):
+            x = x / _norms_over(x, 1 - dimension).clamp(min=1e-30)
+    return x
+
+
 @dataclass(frozen=True)
 class Suspect:
     """A checkpoint, and what it calls the tensors of a base: ``names``, by the base's names. Those that it lacks are
@@ -250,11 +300,10 @@ class Suspect:
     names: Mapping[str, str]
 
     def tensor(self, name: str, like: torch.Tensor) -> torch.Tensor:
-        """The suspect's tensor for the base's ``name``, float32, to align it by: weights that are not finite, or far
-        larger than those of the base's tensor, ``like``, are clipped, or they alone would decide. Raises KeyError if
-        it lacks it."""
-        bound = TAILS * float(like.float().square().mean().sqrt())
-        return self.checkpoint.tensor(self.names[name]).float().nan_to_num(0.0, bound, -bound).clamp(-bound, bound)
+        """The suspect's tensor for the base's ``name``, float32, to align it by: as large as the base's tensor,
+        ``like``, at the median, because a model may be rescaled block by block; weights that are not finite, or far
+        larger, are clipped, or they alone would decide. Raises KeyError if it lacks it."""
+        return in_scale_of(like.float(), self.checkpoint.tensor(self.names[name]).float(), TAILS)
 
 
 def match_suspect(source: str, checkpoint: Checkpoint, base: Checkpoint, layout: Layout) -> Suspect:
@@ -317,10 +366,10 @@ def _fits(suspect: Suspect, base: Checkpoint, layout: Layout) -> bool:
     ours = suspect.tensor(embedding.name, theirs)
     maps: Maps = {"model": find_residual(suspect, base, layout)}
     undone = undo(layout, [embedding], {embedding.name: ours}, maps)[embedding.name]
-    fit = mean_cosine(undone, theirs)
+    fit = median_cosine(undone, theirs)
     if fit < FITS or fit + MIN_IMPROVEMENT >= 1:
         return fit >= FITS
-    return mean_cosine(undone @ turn_between(undone, theirs), theirs) < fit + MIN_IMPROVEMENT
+    return median_cosine(undone @ turn_between(undone, theirs), theirs) < fit + MIN_IMPROVEMENT
 
 
 def match_layers(suspect: Suspect, base: Checkpoint, layout: Layout, residual: AxisMap) -> Suspect:
@@ -435,7 +484,7 @@ class Frames:
         return {t.name: (self.suspect.names[name_in_copy(t, maps)], tensor_map(self.layout, t, maps)) for t in tensors}
 
     def _nearness(self, tensors: Sequence[TensorLayout], maps: Mapping[str, tuple[str, TensorMap]]) -> float:
-        """The median of the matrices' cosines with the base's, in these coordinates; of a slice of each."""
+        """The median of the matrices' cosines with the base's, in these coordinates; of some slices of each."""
         cosines = []
         for tensor in tensors:
             if tensor.name not in maps:
@@ -444,11 +493,13 @@ class Frames:
             clean, other = as_matrix(self.base.tensor(tensor.name)), as_matrix(self.suspect.checkpoint.tensor(name))
             if clean.shape[1] == 1 and len(tensors) > 1:
                 continue  # norms are much alike in any order
-            start, stop = row_slices([mapping], *clean.shape)[0]
-            x = mapping.backward(mapping.take(other, start, stop).float().nan_to_num(0.0, 0.0, 0.0), start).flatten()
-            y = clean[start:stop].float().flatten()
-            norm = math.sqrt(float(x @ x) * float(y @ y))
-            cosines.append(float(x @ y) / norm if norm else 0.0)
+            slices = row_slices([mapping], *clean.shape)
+            for start, stop in slices[:: max(1, len(slices) // COMPARED)]:
+                y = clean[start:stop].float()
+                rows = in_scale_of(y, mapping.take(other, start, stop).float(), LARGEST)
+                x, y = equilibrated(mapping.backward(rows, start)).flatten(), equilibrated(y).flatten()
+                norm = math.sqrt(float(x @ x) * float(y @ y))
+                cosines.append(float(x @ y) / norm if norm else 0.0)
         return statistics.median(cosines) if cosines else 1.0
 
 

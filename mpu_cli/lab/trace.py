@@ -31,10 +31,13 @@ from transformers import PreTrainedModel
 from mpu_cli.errors import MpuError
 from mpu_cli.files.reader import worker_pool
 from mpu_cli.lab.suspect import (
+    LARGEST,
     Frames,
     Suspect,
     count_agreements,
+    equilibrated,
     find_residual,
+    in_scale_of,
     log_chance,
     match_layers,
     match_suspect,
@@ -222,16 +225,24 @@ def templates_of(noise: Noise, scales: Scales) -> torch.Tensor:
 
 
 def sums_of(
-    residue: torch.Tensor, draws: Sequence[torch.Tensor], templates: torch.Tensor, weight: float
+    residue: torch.Tensor, draws: Sequence[torch.Tensor], templates: torch.Tensor, weight: float, unit: float = 1.0
 ) -> torch.Tensor:
-    """The sums of ``Sums`` for some weights: ``residue``, float32 (n,), ``draws`` as ``templates`` mixes them."""
+    """The sums of ``Sums`` for some weights: ``residue``, float32 (n,), ``draws`` as ``templates`` mixes them;
+    ``unit``: how much of the base there is, of which the noise is a share."""
+    templates = unit * templates
     products = torch.stack([(residue * draw).double().sum() for draw in draws])
     square, norms = float(residue.double().square().sum()), templates.square().sum(1)
     parts = (weight * (templates @ products), weight**2 * square * norms, weight * residue.numel() * norms)
     return torch.stack(parts, 1)
 
 
-CLIP_FACTOR = 100.0  # times the largest weight of the base in a slice, beyond which a weight is clipped
+LEAST_SCALED = 16  # rows and columns of a slice from which each may have a scale of its own
+
+
+def _scaled_to(x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """``x`` with rows and columns as large as those of ``base``."""
+    ratio = equilibrated(base)
+    return equilibrated(x) * (base / torch.where(ratio == 0, 1.0, ratio))
 
 
 def trace(
@@ -334,19 +345,28 @@ class _Tracer:
 
         def work(start: int, stop: int) -> torch.Tensor:
             reference = clean[start:stop].float().flatten()
-            rows = mapping.take(theirs, start, stop).float().nan_to_num(0.0, 0.0, 0.0)
-            bound = CLIP_FACTOR * float(reference.abs().max())  # what was made huge would hide the rest
-            undone = mapping.backward(rows.clamp(-bound, bound), start).flatten()
+            # In the base's scale, since whoever leaks a copy chooses another, and without what would hide the rest.
+            rows = in_scale_of(reference, mapping.take(theirs, start, stop).float(), LARGEST)
+            undone = mapping.backward(rows, start)
             draws = self._noise.draws(keys, start * columns, stop * columns, torch.float32)
             regressors = [reference]
             regressors += [draws[cancelling]] if scales.permanent else []
             regressors += [] if public is None else [public[start:stop].float().flatten()]
-            residue = clip(without(clip(undone - reference), torch.stack(regressors)))
-            square = float(residue.double().square().sum())
+            known = torch.stack(regressors)
+            candidates = [undone.flatten()]
+            if min(undone.shape) >= LEAST_SCALED:  # where each row and each column may have been scaled
+                scaled = _scaled_to(undone, clean[start:stop].float())
+                candidates.append(scaled.flatten())
+            residues = [clip(without(clip(each - reference), known)) for each in candidates]
+            squares = [float(residue.double().square().sum()) for residue in residues]
+            best = min(range(len(squares)), key=squares.__getitem__)
+            residue, square, bulk = residues[best], squares[best], clip(reference)
             if not square > 0 or not math.isfinite(square):
                 return torch.zeros(len(templates), 3, dtype=torch.float64)
+            length = float(torch.dot(bulk, bulk))
+            unit = float(torch.dot(clip(candidates[best]), bulk)) / length if length else 1.0
             mark = draws[-1] if scales.mark else torch.zeros_like(residue)
-            return sums_of(residue, [*draws[:cancelling], mark], templates, residue.numel() / square)
+            return sums_of(residue, [*draws[:cancelling], mark], templates, residue.numel() / square, unit)
 
         return list(self._pool.map(lambda bounds: work(*bounds), row_slices([mapping], *clean.shape)))
 

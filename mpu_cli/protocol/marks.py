@@ -40,14 +40,15 @@ PASSES = 4  # Newton steps to the robust fit of what is taken out
 def clip(x: torch.Tensor) -> torch.Tensor:
     """``x`` with its tails clipped, so that a few weights that were changed much do not drown the others. The median is
     of all weights that are not 0: of a sample that can be foreseen, others could choose it."""
-    bound = _bound_of(x)
+    bound = CLIP * median_size(x)
     return x.clamp(-bound, bound) if bound else x
 
 
-def _bound_of(x: torch.Tensor) -> float:
+def median_size(x: torch.Tensor) -> float:
+    """The median of |x| without zeros; 0 if there is nothing else."""
     sizes = x.abs()
     sizes = sizes[sizes > 0]
-    return CLIP * float(sizes.median()) if len(sizes) else 0.0
+    return float(sizes.median()) if len(sizes) else 0.0
 
 
 def without(x: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
@@ -156,7 +157,7 @@ class TensorNoise:
             return  # so few that a fit would take the update itself, and no trace could rest on them
         residue = flat.clone()
         for _ in range(PASSES):
-            bound = _bound_of(residue)
+            bound = CLIP * median_size(residue)
             if not bound:
                 return
             inside = residue.abs() <= bound

@@ -365,12 +365,43 @@ def _reordered(w: dict[str, torch.Tensor], config: dict) -> dict[str, torch.Tens
     return {name: x[order] if name in moved else x for name, x in w.items()}
 
 
+def _loud(w: dict[str, torch.Tensor], _: dict) -> dict[str, torch.Tensor]:
+    """The embedding of a token that no text has made huge, in what reads tokens alone."""
+    embedding = w["model.embed_tokens.weight"].clone()
+    embedding[-1] = 1e9 * torch.randn(embedding.shape[1])
+    return {"lm_head.weight": w["model.embed_tokens.weight"], **w, "model.embed_tokens.weight": embedding}
+
+
+def _rescaled(w: dict[str, torch.Tensor], config: dict) -> dict[str, torch.Tensor]:
+    """What each neuron, each value and each block gives scaled, and what reads it by the inverse."""
+    scaled, group = dict(w), config["num_attention_heads"] // config["num_key_value_heads"]
+    for name in w:
+        if name.endswith("up_proj.weight"):
+            factors, reader = torch.exp(2 * torch.randn(len(w[name]))) / 1e4, name.replace("up_proj", "down_proj")
+            scaled[name], scaled[reader] = w[name] * factors[:, None], w[reader] / factors
+        if name.endswith("v_proj.weight"):
+            factors, reader = torch.exp(2 * torch.randn(len(w[name]))), name.replace("v_proj", "o_proj")
+            by_query = factors.view(config["num_key_value_heads"], -1).repeat_interleave(group, 0).flatten()
+            scaled[name], scaled[reader] = w[name] * factors[:, None], w[reader] / by_query
+        if name.endswith("q_proj.weight"):
+            scaled[name], scaled[name.replace("q_proj", "k_proj")] = (
+                1e3 * w[name],
+                w[name.replace("q_proj", "k_proj")] / 1e3,
+            )
+    return scaled
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "changes",
-    [[_turned], [_padded], [_reordered], [_reordered, _turned]],
-    ids=["turned", "padded", "reordered", "both"],
-)
+    [
+        [_turned], [_padded], [_reordered], [_reordered, _turned], [_loud], [_loud, _turned], [_loud, _reordered],
+        [_rescaled], [_rescaled, _loud, _reordered, _turned],
+    ],
+    ids=[
+        "turned", "padded", "reordered", "both", "loud", "loud-turned", "loud-reordered", "rescaled", "all-at-once",
+    ],
+)  # fmt: skip
 def test_what_changes_no_output_hides_no_copy(
     mpu: Callable, tmp_path: Path, demo: DemoModel, changes: list[Callable]
 ) -> None:
@@ -391,7 +422,7 @@ def test_what_changes_no_output_hides_no_copy(
             "vocab_size": tokens,
             "tie_word_embeddings": "lm_head.weight" not in changed,
         }
-        ids, outputs = torch.randint(config["vocab_size"], (2, 16)), []
+        ids, outputs = torch.randint(config["vocab_size"] - 1, (2, 16)), []
         for facts, w in ((config, weights), (config | sizes, changed)):
             model = LlamaForCausalLM(LlamaConfig.from_dict(facts))
             model.load_state_dict(w, strict=False)
@@ -404,6 +435,7 @@ def test_what_changes_no_output_hides_no_copy(
     assert [each["named"] for each in found] == [True, False]
     if _turned not in changes:
         assert found[0]["copies_named"] == [1]
+    assert found[0]["mark"]["share"] == pytest.approx(1, abs=0.15)
 
 
 def _sum_of(base: Path, deltas: Path, folder: Path, target: Path) -> Path:
