@@ -8,8 +8,9 @@ follow, whose distributions under that hypothesis do not depend on the model:
 - *Noise.* r is what is left of the difference between the model and the base, a slice of weights after the other, once
   the base, permanent noise and the public model are regressed out of it and its tails are clipped. The noise n of a
   copy, or the mark of a publication, was drawn from independent standard normals, so z = Σ w⟨r, n⟩ / √(Σ w²‖r‖²‖t‖²) is
-  standard normal given r, whatever r is; t is how n is mixed from its draws, and w = 1/mean(r²) gives weights that were
-  changed less more say.
+  standard normal given r, whatever r is; t is how n is mixed from its draws, and w = a/mean(r²) gives weights that were
+  changed less more say. a is how much the slice has of the base's: whoever leaks a copy chooses its scale, so that
+  shares of the noise are relative to it.
 
 All tests together are corrected by Bonferroni's inequality. Models are read in slices, the base once more before, for
 its fingerprint.
@@ -65,7 +66,7 @@ from mpu_cli.records.read import read_records
 # What a trace found, for each publication and copy, and who is named by it.
 
 LEVEL = 1e-6  # a copy is named if its p-value, corrected for all tests, is below this
-LEAST_SHARE = 0.02  # of the noise in a mixture of fifty copies; less is what somebody put into a model
+LEAST_SHARE = 0.02  # of the noise in a mixture of fifty copies; a model with less is not said to be made from it
 SAME_SHARE = 0.1  # relative difference of two shares up to which they count as equal
 SAME_Z = 1 - 1e-6  # of another z, above which two noises are multiples of one draw
 
@@ -81,8 +82,18 @@ class NoiseEvidence:
 
     @property
     def log_p(self) -> float:
-        """The logarithm of the one-sided p-value; 0, for 1, if there is less of the noise than LEAST_SHARE."""
-        return 0.0 if math.isnan(self.z) or self.share < LEAST_SHARE else float(stats.norm.logsf(self.z))
+        """The logarithm of the one-sided p-value; 0, for 1, where there was nothing to test."""
+        return 0.0 if math.isnan(self.z) else float(stats.norm.logsf(self.z))
+
+    @property
+    def log_p_as_source(self) -> float:
+        """``log_p`` if there is as much of the noise as the model has of a copy that it was made from; else 0."""
+        return 0.0 if self.share < LEAST_SHARE else self.log_p
+
+    @property
+    def log_p_of_size(self) -> float:
+        """The logarithm of the two-sided p-value."""
+        return 0.0 if math.isnan(self.z) else min(0.0, math.log(2) + float(stats.norm.logsf(abs(self.z))))
 
 
 @dataclass(frozen=True)
@@ -121,8 +132,12 @@ class PublicationEvidence:
     @cached_property
     def log_p_values(self) -> list[float]:
         values = [copy.log_p_coordinates for copy in self.copies if copy.agreements is not None]
-        values += [copy.noise.log_p for copy in self.copies if copy.noise]
-        return values + ([self.mark.log_p] if self.mark else [])
+        return values + [noise.log_p_as_source for noise in self.noises]
+
+    @property
+    def noises(self) -> list[NoiseEvidence]:
+        """The evidence of the mark, and of each copy's own noise."""
+        return ([self.mark] if self.mark else []) + [copy.noise for copy in self.copies if copy.noise]
 
 
 @dataclass(frozen=True)
@@ -147,6 +162,13 @@ class Trace:
     def is_named(self, publication: PublicationEvidence) -> bool:
         return any(self.is_significant(log_p) for log_p in publication.log_p_values)
 
+    def unexplained(self, publication: PublicationEvidence) -> NoiseEvidence | None:
+        """Noise that chance does not give a model which is not said to be made from this publication: the surest."""
+        surest = min(publication.noises, key=lambda noise: noise.log_p_of_size, default=None)
+        if surest is None or self.is_named(publication) or not self.is_significant(surest.log_p_of_size):
+            return None
+        return surest
+
     def named_copies(self, publication: PublicationEvidence) -> list[CopyEvidence]:
         """The copies whose coordinates the model has; else the copy whose noise it has, to the right amount.
 
@@ -164,12 +186,12 @@ class Trace:
             return []
         by_noise = []
         for each in publication.copies:
-            if each.noise and self.is_significant(each.noise.log_p):
+            if each.noise and self.is_significant(each.noise.log_p_as_source):
                 by_noise.append((each, each.noise))
         if any(math.isnan(noise.share) for _, noise in by_noise):
             largest = max(noise.z for _, noise in by_noise)
             return [each for each, noise in by_noise if noise.z > SAME_Z * largest]
-        marked = publication.mark is not None and self.is_significant(publication.mark.log_p)
+        marked = publication.mark is not None and self.is_significant(publication.mark.log_p_as_source)
         expected = publication.mark.share if publication.mark and marked else 1.0
         off = {each.copy: abs(noise.share / expected - 1) for each, noise in by_noise}
         nearest = [each for each, _ in by_noise if off[each.copy] == min(off.values())]

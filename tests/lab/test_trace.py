@@ -288,6 +288,29 @@ def test_a_mixture_frames_nobody(mpu: Callable, base: Path, tmp_path: Path) -> N
     assert (publication["named"], publication["copies_named"]) == (True, [])
 
 
+@pytest.mark.parametrize("share", [0.01, -0.5, 0.0])
+def test_noise_that_is_too_little_for_a_copy_is_told(mpu: Callable, base: Path, tmp_path: Path, share: float) -> None:
+    """A hundredth of a mark, and less than none of it: no copy is named, and what chance does not give is said."""
+    folder = publish(mpu, base, "one")
+    weights = open_keys(folder.with_suffix(".bin")).publication.scheme.weights.tolist()
+    copies = [undo_copy(folder, k) for k in (1, 2, 3)]
+    torch.manual_seed(0)
+
+    def mixed(name: str, x: torch.Tensor) -> torch.Tensor:
+        marked = sum(w * copy[name] for w, copy in zip(weights, copies, strict=True))
+        return x + share * (marked - x) + 1e-5 * torch.randn_like(x)
+
+    suspect = save_changed(base, tmp_path / "suspect", mixed)
+    outcome = mpu("trace", suspect, *keys(folder), "--json")
+    [publication] = outcome.json["publications"]
+    assert not publication["named"]
+    assert ("chance does not give" in outcome.json["verdict"]) == bool(share)
+    assert (publication["unexplained"] is not None) == bool(share)
+    if share:
+        assert publication["unexplained"]["share"] == pytest.approx(share, rel=0.1)
+        assert ("negative weights" in outcome.json["verdict"]) == (share < 0)
+
+
 @pytest.mark.parametrize("family", ["qwen3_5_text", "glm4_moe", "bamba"])
 def test_layers_that_differ_and_a_tensor_that_is_missing(mpu: Callable, tmp_path: Path, family: str) -> None:
     """A layer that lacks one tensor is left out; those of each kind are matched among themselves."""

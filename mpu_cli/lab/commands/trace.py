@@ -133,6 +133,7 @@ class Trace(Command):
                     "round": publication.keys.round,
                     "named": result.is_named(publication),
                     "copies_named": [copy.copy for copy in result.named_copies(publication)],
+                    "unexplained": _noise(result, result.unexplained(publication)),
                     "mark": _noise(result, publication.mark),
                     "tensors": [publication.tensors, publication.total_tensors],
                     "copies": copies,
@@ -142,19 +143,37 @@ class Trace(Command):
 
 
 def verdict_of(result: Findings) -> str:
-    """One sentence: which copies the model came from, or that none is named."""
-    named = [each for each in result.publications if result.is_named(each)]
-    if not named:
-        p_values = [log_p for each in result.publications for log_p in each.log_p_values]
-        smallest = _p(result.log10_p(min(p_values, default=0.0)))
-        return f"{result.suspect}: no copy is named (smallest corrected p-value {smallest})"
+    """One sentence: which copies the model came from, or that none is named, and what chance does not give."""
     parts = []
-    for publication in named:
+    for publication in result.publications:
+        if not result.is_named(publication):
+            continue
         smallest = _p(result.log10_p(min(publication.log_p_values)))
         copies = result.named_copies(publication)
         which = " and ".join(_copy(copy) for copy in copies) or "one or more copies (which ones is unknown)"
         parts.append(f"{which} of {publication.label} (corrected p-value {smallest})")
-    return f"{result.suspect}: made from {'; and from '.join(parts)}"
+    if parts:
+        sentence = f"{result.suspect}: made from {'; and from '.join(parts)}"
+    else:
+        p_values = [log_p for each in result.publications for log_p in each.log_p_values]
+        smallest = _p(result.log10_p(min(p_values, default=0.0)))
+        sentence = f"{result.suspect}: no copy is named (smallest corrected p-value {smallest})"
+    for publication in result.publications:
+        if noise := result.unexplained(publication):
+            sentence += f"; noise of {publication.label} is in it that chance does not give {_meaning(noise)}"
+    return sentence
+
+
+def _meaning(noise: NoiseEvidence) -> str:
+    """How much of a noise there is in a model that is not said to be made from it, and what that may mean."""
+    share = "" if math.isnan(noise.share) else f", {noise.share:.2%} of it"
+    amount = f"(z = {noise.z:.1f}{share})"
+    if noise.z < 0:
+        return f"{amount}: it was subtracted, as in a mixture with negative weights"
+    return (
+        f"{amount}: a copy or a mixture of fifty has more, so it was added to another model, as by a client's delta, "
+        "or most of a copy was replaced"
+    )
 
 
 def _copy(copy: CopyEvidence) -> str:
