@@ -191,6 +191,12 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
                     plan, undoing, weights, noises, options=settled, folder=into, observer=observer,
                     without=written.to_take_out,
                 )  # fmt: skip
+                if cleaned.planted.z >= PLANTED:
+                    raise MpuError(
+                        f"nothing was written: the update has noise of the copies of {cleaned.planted.publication} in "
+                        f"it (z = {cleaned.planted.z:.1f} of {written.planted.z:.1f}) that cannot be taken out",
+                        "ask the client for another delta",
+                    )
                 written = replace(cleaned, planted=written.planted)
             return written
 
@@ -269,7 +275,7 @@ def write_model(
 ) -> Written:  # fmt: skip
     """Write θ + η·Σ_k w_k·(change k) into ``folder``, except for the model card; η is the rate of ``options``.
 
-    The update is searched for the ``noises`` or, if there are such, loses those of the numbers ``without``."""
+    The update loses the ``noises`` of the numbers ``without``, and is searched for all of them."""
     base, publications = plan.base, plan.publications
     source, layout = base.checkpoint, base.layout
     dtype = OPTION[options.dtype] if options.dtype else None
@@ -358,7 +364,7 @@ def add_up(
 ) -> list[Future[_Sums]]:
     """Start writing one tensor: ``base_weights`` plus the changes to it times their ``rates``; see ``sums_of``.
 
-    The update is searched for the ``noises`` or, if there are such, loses those of the numbers ``without``.
+    The update loses the ``noises`` of the numbers ``without``, and is searched for all of them.
     """
     target, before = as_matrix(writer.tensor(tensor.name)), as_matrix(base_weights)
     changes = undoing.changes(tensor)
@@ -389,7 +395,7 @@ def add_up(
         noise: Products = [[0.0] * 4] * noises.count
         if present_changes and without:
             tensor_noise.take_out(update, start, without)
-        elif present_changes:
+        if present_changes:
             noise = tensor_noise.products(update, start)
         stored = (clean + update).to(target.dtype)
         if not all_finite(stored):

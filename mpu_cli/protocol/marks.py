@@ -33,7 +33,7 @@ CLIP = 6.0  # times the median size of weights, beyond which they are clipped
 TAKEN_OUT = 4.0  # standard deviations of chance from which noise is taken out: below what a trace would name
 PLANTED = 4.5  # from which it was put there
 SAME_LINE = 0.5  # cosine of weights from which two bases count as one line
-LEAST_WEIGHTS = 8  # of a slice, for each number that is fitted to it
+PIECE, LEAST_WEIGHTS = 16384, 8  # weights that a fit is to; the fewest for each number that is fitted
 PASSES = 4  # Newton steps to the robust fit of what is taken out
 
 
@@ -153,25 +153,32 @@ class TensorNoise:
         draws = [noise.draws([key], *bounds, flat.dtype)[0] for key, noise in keyed.items()]
         known = [matrix[start : start + len(update)].reshape(-1).to(flat.dtype) for matrix in self.known]
         directions = torch.stack([*draws, *known])
-        if len(flat) < LEAST_WEIGHTS * len(directions):
-            return  # so few that a fit would take the update itself, and no trace could rest on them
-        residue = flat.clone()
-        for _ in range(PASSES):
-            bound = CLIP * median_size(residue)
-            if not bound:
-                return
-            inside = residue.abs() <= bound
-            gram = ((directions * inside) @ directions.T).double()
-            right = (directions @ residue.clamp(-bound, bound)).double()
-            shares = torch.linalg.lstsq(gram, right[:, None]).solution[:, 0].to(flat.dtype)
-            if not torch.isfinite(shares).all():
-                return
-            residue -= shares @ directions
-            flat -= shares[: len(draws)] @ directions[: len(draws)]
+        for piece in range(0, len(flat), PIECE):  # each by itself, as there may be noise in some and none in others
+            _take_out(flat[piece : piece + PIECE], directions[:, piece : piece + PIECE], len(draws))
 
     def _bounds(self, update: torch.Tensor, start: int) -> tuple[int, int]:
         columns = update.shape[1]
         return start * columns, (start + len(update)) * columns
+
+
+def _take_out(x: torch.Tensor, directions: torch.Tensor, count: int) -> None:
+    """Take out of ``x``, (n,), in place, what it has of the first ``count`` of the ``directions``, (k, n), beside which
+    the others are fitted."""
+    if len(x) < LEAST_WEIGHTS * len(directions):
+        return  # so few that a fit would take the update itself, and no trace could rest on them
+    residue = x.clone()
+    for _ in range(PASSES):
+        bound = CLIP * median_size(residue)
+        if not bound:
+            return
+        inside = residue.abs() <= bound
+        gram = ((directions * inside) @ directions.T).double()
+        right = (directions @ residue.clamp(-bound, bound)).double()
+        shares = torch.linalg.lstsq(gram, right[:, None]).solution[:, 0].to(x.dtype)
+        if not torch.isfinite(shares).all():
+            return
+        residue -= shares @ directions
+        x -= shares[:count] @ directions[:count]
 
 
 @dataclass(frozen=True)
