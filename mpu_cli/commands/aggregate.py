@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mpu_cli.commands.publish import command_to_publish
 from mpu_cli.commands.secrets import opened_keys
@@ -17,6 +17,7 @@ from mpu_cli.options.publishing import RESTORE, Aggregating
 
 if TYPE_CHECKING:
     from mpu_cli.protocol.combine import Combined
+    from mpu_cli.protocol.keys import Keys
     from mpu_cli.protocol.noise import ErrorEstimate
     from mpu_cli.protocol.round import AggregatePlan, Aggregation, ServerStep
 
@@ -68,15 +69,28 @@ class Aggregate(Command):
         # First the paths: at the end of a pipe, the command that writes the keys may still be running.
         paths = paths_from(self.deltas)
         publications = [opened_keys(file, self.opening, observer) for file in self._key_files]
+        options = self.aggregating
+        if options.server_lr == RESTORE and len(publications) == 1 and not options.probe:
+            options = replace(options, server_lr=self._rehearsed(publications[0], observer))
         return plan_aggregate(
             published_base(publications[0], self.base, self.model_config),
             owners_of(paths, publications),
-            self.aggregating,
+            options,
             out=self.out or model_folder(publications[0].round),
             as_adapter=self.as_adapter,
             trust_deltas=self.trust_deltas,
             force=self.force,
         )
+
+    def _rehearsed(self, keys: Keys, observer: Observer) -> float | Literal["restore"]:
+        """The step of the last rehearsal of this publication; without one, that which restores the average."""
+        from mpu_cli.protocol.updates import read_updates, rehearsed_step
+
+        step = rehearsed_step(read_updates(), keys.run, keys.round, keys.base.fingerprint)
+        if step is None:
+            return RESTORE
+        observer.note(f"the step {step:g} is that of your rehearsal; --server-lr names another")
+        return step
 
     def preview(self, observer: Observer) -> Preview:
         """All deltas are checked, except for their numbers."""
@@ -112,9 +126,29 @@ class Aggregate(Command):
                 result = aggregate(plan, observer=observer)
         for warning in result.warnings():
             observer.warn(warning)
+        if not self.as_adapter:
+            self._record(plan, result)
         if self.push:
             observer.note(f"uploaded to {upload(result.path, self.push)}")
         return result
+
+    def _record(self, plan: AggregatePlan, result: Aggregation | Combined) -> None:
+        """Note what was applied, for `mpu status`, and for the next step if a check does not pass."""
+        from mpu_cli.files.reader import fingerprint
+        from mpu_cli.protocol.combine import Combined
+        from mpu_cli.protocol.updates import Update, write_update
+
+        updates = result.updates if isinstance(result, Combined) else [result]
+        for file, owner, update in zip(self._key_files, plan.owners, updates, strict=True):
+            write_update(
+                Update(
+                    run=owner.keys.run, round=owner.keys.round,
+                    deltas=[str(delta.path.absolute()) for delta in owner.deltas],
+                    fingerprints=[fingerprint(delta.checkpoint) for delta in owner.deltas],
+                    keys=str(file.absolute()), base=owner.keys.base.fingerprint, model=str(result.path.absolute()),
+                    rate=update.rate,
+                )
+            )  # fmt: skip
 
     @property
     def _key_files(self) -> list[Path]:
@@ -135,7 +169,7 @@ class Aggregate(Command):
         if result.step is None and result.rate == 1 and (keys.publication.permanent or keys.publication.omitted):
             observer.note(
                 "how much of what a noisy copy forgets comes over depends on the model: `mpu rehearse` finds the step "
-                "with records of your own"
+                "with records of your own, which aggregate then takes"
             )
         observer.note(f"rounding on storage: {result.rounding:.1%} of the update")
         observer.note(f"next: `{command_to_publish(result.path, keys)}`; the client runs `mpu check` on a copy of it")

@@ -86,6 +86,7 @@ class Receipt(Command):
         from mpu_cli.files.resumption import write_atomically
         from mpu_cli.measuring.receipt import as_text, check_signatures, public_key_of, read_receipt
         from mpu_cli.protocol.publication import server_secret
+        from mpu_cli.protocol.updates import CheckedUpdate, write_update
 
         for name in ("copy", "before", "base"):
             if getattr(self, name) and not self.keys:
@@ -103,6 +104,9 @@ class Receipt(Command):
                     f"{self.file}: somebody else signed it as the server", "get the one that only the client signed"
                 )
             document = self._countersigned(document, self.keys, observer)
+            write_update(
+                CheckedUpdate(document.copy.run, document.copy.round, document.verdict, str(self.file.absolute()))
+            )
             write_atomically(self.file.resolve(), as_text(document))  # what a link leads to
             public_keys = check_signatures(document, self.file)
             pinned["server"] = pinned["server"] or signing_key
@@ -202,6 +206,8 @@ class Receipt(Command):
             if not read.document.verdict.startswith("pass"):
                 advice = "; what is next, the client's `mpu check` printed: if it names a step, aggregate again with it"
             observer.note(f"next: return {self.file} to the client{advice}")
+            if command := _longer_step(read.document):
+                observer.note(f"or, first, with the step that would probably pass: `{command}`, and another check")
         if read.opening and not read.mismatch:
             observer.note(
                 f"the records are those that were measured; an auditor sees it, too, with --opening {read.opening}"
@@ -212,6 +218,23 @@ class Receipt(Command):
         document = {**as_entries(read.document), "signatures_match": True, **known}
         # Without the verdict: whoever asks about these records is not to take it for theirs.
         return Report([] if read.mismatch else [read.document.verdict], document, failure=read.mismatch)
+
+
+def _longer_step(document: Document) -> str | None:
+    """The command by which the server applies the last update again, with the step that the numbers of a receipt ask
+    for; None if they ask for none, or this machine did not apply the update."""
+    from mpu_cli.measuring.receipt import verdict_of
+    from mpu_cli.protocol.updates import last_update, read_updates
+    from mpu_cli.wording import command_line
+
+    step = verdict_of(document).step
+    update = last_update(read_updates(), document.copy.run, document.copy.round - 1)
+    if step is None or update is None:
+        return None
+    return command_line(
+        "mpu", "aggregate", *map(Path, update.deltas), "--keys", Path(update.keys), "--server-lr",
+        f"{step * update.rate:.3g}", "--out", Path(update.model), "--force",
+    )  # fmt: skip
 
 
 def _tell_measured(document: Document, observer: Observer) -> None:

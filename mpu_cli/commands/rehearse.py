@@ -67,8 +67,8 @@ class Rehearse(Command):
 
     Trains each COPY on --forget and --retain, records that BASE knows, as `mpu unlearn` does, and tries the update on
     BASE, which the client cannot. How much of what a noisy copy forgets comes over depends on the model and its noise
-    more than on the records. Prints the step, for --server-lr; nothing else is kept, and the client learns nothing.
-    Exits with status 1 if no step passes.
+    more than on the records. Prints the step, which `mpu aggregate` takes for deltas of this publication; nothing else
+    is kept, and the client learns nothing. Exits with status 1 if no step passes.
     """
 
     NAME: ClassVar[str] = "rehearse"
@@ -89,6 +89,7 @@ class Rehearse(Command):
         from mpu_cli.commands.unlearn import Unlearn
         from mpu_cli.files.boundary import private_umask
         from mpu_cli.protocol.keys import published_base
+        from mpu_cli.protocol.updates import RehearsedStep, write_update
 
         keys = opened_keys(self.keys, self.opening, observer)
         base = published_base(keys, self.base, self.model_config)
@@ -106,7 +107,10 @@ class Rehearse(Command):
             self._check_copies(keys, [Path(task.copy) for task in plan.tasks])
             deltas = self._deltas(plan, observer)
             updated = self._updated(base, keys, deltas, Path(scratch) / "model", observer)
-            return Rehearsal(_try_steps(base, updated, keys, plan, observer), self.goal)
+            rehearsal = Rehearsal(_try_steps(base, updated, keys, plan, observer), self.goal)
+        if rehearsal.step is not None:
+            write_update(RehearsedStep(keys.run, keys.round, keys.base.fingerprint, rehearsal.step))
+        return rehearsal
 
     def _check_copies(self, keys: Keys, copies: Sequence[Path]) -> None:
         """Raise MpuError, before the work, unless they are all copies of the publication, opened."""
@@ -158,8 +162,9 @@ class Rehearse(Command):
                 "probably fail, too"
             )
             return Report([], document, status=1)
-        again = command_line("mpu", "aggregate", "deltas", "--keys", self.keys, "--server-lr", f"{rehearsal.step:g}")
-        observer.note(f"next: `{again}`")
+        observer.note(
+            f"next: `{command_line('mpu', 'aggregate', 'deltas', '--keys', self.keys)}`, which takes this step"
+        )
         return Report([f"{rehearsal.step:g}"], document)
 
 

@@ -72,8 +72,29 @@ class Account:
             yield "keys", few(self.keys, SHOWN)
         for kind, names in self.other.items():
             yield kind, few(names, SHOWN)
+        if self.keys:
+            yield from self._requests()
         for turn, step in self.next_steps():
             yield "next", f"{turn}: {step}"
+
+    def _requests(self) -> Iterator[tuple[str, str]]:
+        """The server's record of each run that has a round here: the update in its model, and the last verdict."""
+        from mpu_cli.protocol.updates import CheckedUpdate, Update, read_updates
+
+        entries = read_updates()
+        for run in dict.fromkeys(each.run for each in self.rounds):
+            updates = [entry for entry in entries if isinstance(entry, Update) and entry.run == run]
+            if not updates:
+                continue
+            last = updates[-1]
+            digests = ", ".join(digest.removeprefix("blake3:")[:12] for digest in last.fingerprints)
+            text = (
+                f"{counted(len(updates), 'update')}, the last on {last.time}, of deltas {digests}, step {last.rate:g}"
+            )
+            checks = [entry for entry in entries if isinstance(entry, CheckedUpdate) and entry.checked_run == run]
+            if checks:
+                text += f"; checked on {checks[-1].time}: {checks[-1].verdict} ({checks[-1].receipt})"
+            yield f"request {run}", text
 
     def next_steps(self) -> list[tuple[str, str]]:
         """For each run, whose turn it is, and the command or what else there is to do."""

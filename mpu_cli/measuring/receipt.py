@@ -207,7 +207,7 @@ def commitment_to(sets: Mapping[str, Sequence[Record]], key: bytes) -> str:
     return hmac.new(key, json.dumps(digests).encode(), "sha256").hexdigest()
 
 
-def _verdict_of(receipt: Receipt) -> Verdict:
+def verdict_of(receipt: Receipt) -> Verdict:
     """The verdict that follows from the numbers of a receipt."""
     left = None
     # A receipt has no other ends of intervals, and no sentence depends on them.
@@ -249,7 +249,7 @@ def contradiction_in(receipt: Receipt) -> str | None:
         return "the server compared a copy from before, and there is none"
     if (receipt.checked is None) != (receipt.server is None):
         return "what the server says and its signature are not both there"
-    if _verdict_of(receipt).sentence != receipt.verdict:
+    if verdict_of(receipt).sentence != receipt.verdict:
         return "its verdict does not follow from its numbers"
     return None
 
