@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -13,7 +13,7 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, IDENTITY, Command, Report, Table
-from mpu_cli.options.declare import as_arguments, declared_options, group, option
+from mpu_cli.options.declare import as_arguments, declared_options, flat, from_flat, group, option
 from mpu_cli.options.evaluation import Checking, Scoring
 from mpu_cli.options.unlearning import Checks, Goal, Unlearning
 from mpu_cli.subprocesses import process_count
@@ -34,8 +34,10 @@ SETS = {  # as the table calls them
 @dataclass(frozen=True)
 class Checked:
     """The verdict on a copy, and a receipt of it that the client signed (None if none was asked for); the ``records``
-    to forget that stand out, which are for the client alone."""
+    to forget that stand out, which are for the client alone; ``by``: the command with what it took from the client's
+    note."""
 
+    by: Check
     verdict: Verdict
     receipt: Receipt | None
     records: Sequence[Record] = ()
@@ -94,6 +96,8 @@ class Check(Command):
 
         if process_count() > 1:
             raise UsageError("check: does not work in several processes")
+        if self.checking.forget is None:
+            return self._with_noted(observer).run(observer)
         if self.receipt:
             check_limits(self.checking.goal.max_left, self.checking.goal.min_kept)
         with Transaction(force=self.force) as transaction:
@@ -106,6 +110,36 @@ class Check(Command):
             if written and checked.receipt:
                 written.write_text(as_text(checked.receipt), encoding="utf-8")
         return checked
+
+    def _with_noted(self, observer: Observer) -> Check:
+        """This command with the records, the way to read them, the goal and the copy of the last request on copies of
+        the same run, from the client's note. Raises UsageError if there is none."""
+        from mpu_cli.training.requests import default_requests_path, read_requests
+
+        manifest = read_copy_manifest(Path(self.copy)) if Path(self.copy).is_dir() else None
+        requests = [each for each in read_requests(default_requests_path()) if manifest and each.run == manifest.run]
+        if not requests:
+            raise UsageError(
+                f"check {self.copy}: no --forget, and you made no request on copies of its run on this machine",
+                "name the records with --forget, --retain and --unseen, and the copy with --before",
+            )
+        request = requests[-1]
+        if any(source.reading != request.sources[0].reading for source in request.sources):
+            raise UsageError(
+                "check: the records of your requests on this copy are read in different ways",
+                "check those of each with --forget",
+            )
+        noted = request.options | request.sources[0].reading
+        noted["forget"] = "\n".join(source.forget for source in request.sources)
+        values = flat(self.checking)
+        named = {
+            name: values[name] for name, each in declared_options(Checking).items() if values[name] != each.default
+        }
+        checking = from_flat(Checking, {name: each for name, each in noted.items() if name in values} | named)
+        before = self.before or request.copy_path
+        shown = command_line(*as_arguments(checking), "--before", Path(before))
+        observer.note(f"from your request on copy {request.copy} of run {request.run}: {shown}")
+        return replace(self, checking=checking, before=before)
 
     def _check(self, copy: Model, sets: Mapping[str, Sequence[Record]], observer: Observer) -> Checked:
         from mpu_cli.files.reader import fingerprint
@@ -140,14 +174,14 @@ class Check(Command):
         )  # fmt: skip
         known = [sets["forget"][number] for number in records_that_stand_out(after, public)]
         if facts is None:
-            return Checked(verdict, None, known)
+            return Checked(self, verdict, None, known)
         public_weights = fingerprint(public_model.checkpoint) if public_model else None
         records, nonce = commit_to({name: sets[name] for name in sets if name != "general"}, own_client_secret())
         receipt = new_receipt(
             verdict, copy=facts, before=earlier_facts, public=public_weights,
             records=records, nonce=nonce, version=__version__,
         )  # fmt: skip
-        return Checked(verdict, with_signature(receipt, "client", own_client_secret()), known)
+        return Checked(self, verdict, with_signature(receipt, "client", own_client_secret()), known)
 
     def tables(self, checked: Checked) -> list[Table]:
         """What the copy knows of each set."""
@@ -180,7 +214,9 @@ class Check(Command):
             # On the checked copy, with the check's records, goal and way to read them; how the check ran is left out.
             of_unlearn = {*declared_options(Unlearning), *declared_options(Goal), *declared_options(Checks)}
             left_out = (declared_options(Checking).keys() - of_unlearn) | declared_options(Scoring).keys()
-            again = command_line("mpu", "unlearn", *_all_copies(self.copy), *as_arguments(self.checking, left_out))
+            again = command_line(
+                "mpu", "unlearn", *_all_copies(self.copy), *as_arguments(checked.by.checking, left_out)
+            )
             first = "next:" if verdict.step is None else "or, if the server no longer has the deltas:"
             observer.note(f"{first} `{again}`, and return the delta to the server")
         document = {
@@ -243,7 +279,7 @@ def _sets(options: Checking, observer: Observer) -> dict[str, Sequence[Record]]:
     from mpu_cli.training.stopping import hold_out
 
     goal, reading = options.goal, options.reading
-    forget = read_records(options.forget, reading, observer=observer)
+    forget = read_records(options.forget or "", reading, observer=observer)
     retain = read_records(options.retain, reading, observer=observer) if options.retain else []
     for remark in remarks_on_overlap(forget, retain, "so what was forgotten of them counts as not kept"):
         observer.warn(remark)

@@ -14,7 +14,7 @@ from mpu_cli.files.visible import visible
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
 from mpu_cli.options.declare import option
-from mpu_cli.wording import command_line, few, one_line
+from mpu_cli.wording import command_line, counted, few, one_line
 
 MAX_ENTRIES = 1000  # entries that are looked at
 SHOWN = 20  # names in a line

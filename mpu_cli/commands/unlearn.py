@@ -150,8 +150,8 @@ class UnlearnPlan:
         command = self.command
         request = Request(
             run=manifest.run, round=manifest.round, copy=manifest.copy, copy_id=manifest.copy_id,
-            weights=result.weights, delta=str(task.target.absolute()), scale=result.course.scale,
-            sources=sources_of(self.options, self.earlier),
+            copy_path=str(Path(task.copy).absolute()), weights=result.weights, delta=str(task.target.absolute()),
+            scale=result.course.scale, sources=sources_of(self.options, self.earlier),
             options=options_to_note(self.options, command.goal, command.checks),
         )  # fmt: skip
         try:

@@ -82,7 +82,12 @@ class Checking(Options):
 
     PANEL: ClassVar[str] = "Records"
 
-    forget: str = option(..., "The records that were to be forgotten.", metavar="DATA")
+    forget: str | None = option(
+        None,
+        "The records that were to be forgotten (default: those of your last request on copies of the same run, with "
+        "all that `unlearn` was told of them).",
+        metavar="DATA",
+    )
     retain: str | None = option(
         None,
         "Records that were to be kept, the same as for `unlearn`, which held some of them out.",

@@ -45,15 +45,16 @@ class Source:
 class Request:
     """A training on a copy that stopped when it was done.
 
-    ``weights`` is the copy's fingerprint; ``delta`` the change that was returned, ``scale`` of what was trained;
-    ``sources`` are all records to forget that are in it, this request's first; ``options``: how records were read and
-    judged, as far as that is not the default.
+    ``copy_path`` is where the copy was, ``weights`` its fingerprint; ``delta`` the change that was returned, ``scale``
+    of what was trained; ``sources`` are all records to forget that are in it, this request's first; ``options``: how
+    records were read and judged, as far as that is not the default.
     """
 
     run: str
     round: int
     copy: int
     copy_id: str
+    copy_path: str
     weights: str
     delta: str
     scale: float

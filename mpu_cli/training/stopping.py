@@ -75,8 +75,9 @@ LARGEST_SCALE = 1.5  # of a change that was found with noise, which forgets less
 # Nats per answer token, on average, that noise of the copy's size, once more, takes off the log-probability of the
 # records to forget, up to which the copy's answers are the model's: a hundredth of their probability.
 UNFELT_NOISE = 0.01
-# Times the steps after which a copy with permanent noise has forgotten. On the server's model the records go on being
-# forgotten, and what was lost of the others comes back: on SmolLM2 until about three times (docs/algorithms.md).
+# Times the steps after which a copy has forgotten whose scores are not the model's. On the server's model the records
+# go on being forgotten, and what was lost of the others comes back: on SmolLM2 until about three times
+# (docs/algorithms.md).
 TRAINED_ON = 3
 BEST_WEIGHTS, LOOKS = "mpu-best.safetensors", "mpu-looks.json"  # in a checkpoint
 EVERY = 10  # steps between looks, each of which takes as long as one to three steps
@@ -420,12 +421,12 @@ class Watching(TrainerCallback):
         return near and left_margin * (1 - goal.min_kept) >= kept_margin * goal.max_left
 
     def _is_done(self) -> bool:
-        """Whether the last look is halfway within the goal, or what is kept no longer rises; on a copy with permanent
-        noise, whether it has been trained for TRAINED_ON times the steps after which it had forgotten."""
+        """Whether the last look is halfway within the goal, or what is kept no longer rises; on a copy whose scores are
+        not the model's, whether it has been trained for TRAINED_ON times the steps after which it had forgotten."""
         look = self.looks[-1]
         if not self._is_enough(look):
             return False
-        if not self.is_faithful:
+        if not self._is_scaled:
             first = next(each.step for each in self.looks if self._is_enough(each))
             return look.step >= TRAINED_ON * first
         if look.kept is None or look.kept >= (1 + self._goal.min_kept) / 2:
