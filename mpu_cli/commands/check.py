@@ -172,7 +172,9 @@ class Check(Command):
             after, earlier, public=public, max_left=options.goal.max_left, min_kept=options.goal.min_kept,
             same_surroundings=same_surroundings,
         )  # fmt: skip
-        known = [sets["forget"][number] for number in records_that_stand_out(after, public)]
+        known = [
+            sets["forget"][number] for number in records_that_stand_out(after, earlier, public, options.goal.max_left)
+        ]
         if facts is None:
             return Checked(self, verdict, None, known)
         public_weights = fingerprint(public_model.checkpoint) if public_model else None

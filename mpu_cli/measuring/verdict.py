@@ -228,24 +228,31 @@ def judge(
     return Verdict(
         left=left, kept=kept, kept_trained=trained, max_left=max_left, min_kept=min_kept, scores=scores,
         same_surroundings=same_surroundings, kept_general=general,
-        has_stranger="unseen" in after or public is not None, tail=_tail(after, public, max_left),
+        has_stranger="unseen" in after or public is not None, tail=_tail(after, before, public, max_left),
     )  # fmt: skip
 
 
-def records_that_stand_out(after: dict[str, RecordScores], public: dict[str, RecordScores] | None) -> list[int]:
+def records_that_stand_out(
+    after: dict[str, RecordScores], before: dict[str, RecordScores], public: dict[str, RecordScores] | None,
+    max_left: float,
+) -> list[int]:  # fmt: skip
     """The numbers of the records to forget that a stranger hardly knows so well; none if nothing says what one knows.
     For the client alone."""
-    return records_above(_probabilities(after), _probabilities(public) if public else None) or []
+    earlier = _probabilities(before) if "forget" in before else None
+    return records_above(_probabilities(after), earlier, _probabilities(public) if public else None, max_left) or []
 
 
-def _tail(after: dict[str, RecordScores], public: dict[str, RecordScores] | None, max_left: float) -> Tail | None:
+def _tail(
+    after: dict[str, RecordScores], before: dict[str, RecordScores], public: dict[str, RecordScores] | None,
+    max_left: float,
+) -> Tail | None:  # fmt: skip
     strangers = after.get("unseen") or (public["forget"] if public else None)
     if strangers is None:
         return None
-    baseline = _probabilities(public) if public else None
+    earlier = _probabilities(before) if "forget" in before else None
     return tail_of(
-        _probabilities(after), baseline, max_left, verbatim=sum(after["forget"].verbatim),
-        verbatim_unseen=sum(strangers.verbatim),
+        _probabilities(after), earlier, _probabilities(public) if public else None, max_left,
+        verbatim=sum(after["forget"].verbatim), verbatim_unseen=sum(strangers.verbatim),
     )  # fmt: skip
 
 

@@ -90,7 +90,13 @@ def error_of_share_left(after: Probabilities, before: Probabilities, public: Pro
 
 
 def tail_of(
-    after: Probabilities, public: Probabilities | None, max_left: float, verbatim: int = 0, verbatim_unseen: int = 0
+    after: Probabilities,
+    before: Probabilities | None,
+    public: Probabilities | None,
+    max_left: float,
+    *,
+    verbatim: int = 0,
+    verbatim_unseen: int = 0,
 ) -> Tail | None:
     """The records that stand out, and the ``verbatim`` ones; None without strangers.
 
@@ -99,7 +105,7 @@ def tail_of(
     """
     from scipy.stats import betabinom
 
-    standing_out = records_above(after, public)
+    standing_out = records_above(after, before, public, max_left)
     if standing_out is None:
         return None
     strangers = _strangers(after, public)
@@ -114,13 +120,17 @@ def tail_of(
     )
 
 
-def records_above(after: Probabilities, public: Probabilities | None) -> list[int] | None:
-    """The numbers of the records to forget that stand out; None without strangers."""
+def records_above(
+    after: Probabilities, before: Probabilities | None, public: Probabilities | None, max_left: float
+) -> list[int] | None:
+    """The numbers of the records to forget that stand out; None without strangers. Where strangers know next to
+    nothing, more than ``max_left`` of what was known has to be left of a record."""
     strangers = _strangers(after, public)
     if strangers is None:
         return None
     excess, _ = _excess(after, public)
-    return np.flatnonzero(excess > max(0.0, _quantile(strangers))).tolist()
+    known = max(0.0, _signed(before, public)) if before else 0.0
+    return np.flatnonzero(excess > max(max_left * known, _quantile(strangers))).tolist()
 
 
 def share_kept(after: Sequence[float] | np.ndarray, before: Sequence[float] | np.ndarray) -> float:

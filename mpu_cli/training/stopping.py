@@ -218,7 +218,7 @@ class Scorer:
         after = Probabilities.of(now["forget"], now.get("unseen"))
         before = Probabilities.of(self.before["forget"], self.before.get("unseen"))
         left, error = share_left(after, before, self._public), error_of_share_left(after, before, self._public)
-        tail = tail_of(after, self._public, self._max_left)
+        tail = tail_of(after, before, self._public, self._max_left)
         above = fmean(max(0.0, math.log(max(p, 1e-30)) - self.level) for p in now["forget"])
         return Look(step, left, left + 2 * error, kept, above, tail is not None and not tail.is_allowed)
 
