@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, ClassVar
 from mpu_cli.commands.secrets import opened_keys
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import read_copy_manifest
-from mpu_cli.measuring.verdict import INTERVAL_FACTOR
 from mpu_cli.observer import SILENT, Observer, Within
 from mpu_cli.options.command import BASE_AGAIN, KEYS, MODEL_CONFIG, Command, Opening, Report, Table
 from mpu_cli.options.declare import group, option
@@ -41,6 +40,8 @@ class TriedStep:
 
     def passes(self, goal: Goal) -> bool:
         """As `mpu check` decides: not too much is left, and not so little that it shows."""
+        from mpu_cli.measuring.verdict import INTERVAL_FACTOR
+
         forgotten = self.left <= goal.max_left and abs(self.left_high) <= INTERVAL_FACTOR * goal.max_left
         return forgotten and self.kept >= goal.min_kept
 

@@ -241,6 +241,13 @@ class Unlearn(Command):
         "Leave out earlier requests on the same copy: the new delta does not take the place of the earlier one.",
         panel=Records.PANEL,
     )
+    course: str | None = option(
+        None,
+        "Of the first copy of the publication, as `unlearn` printed it on the machine that trained that one: its steps, "
+        "level and share, which all copies share.",
+        metavar="S:B:C",
+        panel=Stopping.PANEL,
+    )
     show: int = option(0, "Print answers to the first N questions to forget, before and after.", metavar="N", least=0)
     identity: Path | None = option(None, IDENTITY, metavar="FILE")
     force: bool = option(False, FORCE, in_files=False)
@@ -261,14 +268,14 @@ class Unlearn(Command):
         data = read_dataset(options, observer)
         until = None
         if options.epochs is None and options.privacy.dp_epsilon is None and process_count() == 1:
-            until = Until(self.goal, self.stopping)
+            until = Until(self.goal, self.stopping, _course(self.course) if self.course else None)
             data = hold_out(data, self.goal.held_out)
             if self.goal.unseen:
                 data = with_unseen(data, self.goal.unseen, options.records.reading, observer)
-        elif self.stopping != Stopping() or self.goal != Goal():
+        elif self.stopping != Stopping() or self.goal != Goal() or self.course:
             raise UsageError(
-                "--max-steps, --training-noise, --unseen, --max-left, --min-kept and --held-out are for a training "
-                "that stops when it is done",
+                "--max-steps, --training-noise, --unseen, --max-left, --min-kept, --held-out and --course are for a "
+                "training that stops when it is done",
                 "leave out --epochs and --dp-epsilon, and use one process",
             )
         if self.stopping.training_noise and options.lora.lora_rank is not None:
@@ -381,6 +388,12 @@ class Unlearn(Command):
 
     def _tell(self, copy: str, result: UnlearningResult, observer: Observer) -> None:
         """What came of one copy."""
+        manifest = read_copy_manifest(Path(copy)) if Path(copy).is_dir() else None
+        if result.course and manifest and manifest.copies > len(self.copies):
+            course = f"{result.course.steps}:{result.course.level:g}:{result.course.scale:g}"
+            observer.note(
+                f"the other copies of this publication, if another machine trains them, take --course {course}"
+            )
         dtype = self.unlearning.delta_dtype
         rounded = f" ({result.rounding:.2%} of it lost to {dtype})" if dtype else ""
         observer.note(result.summary(name_of_copy(copy), self.unlearning.algo) + rounded)
@@ -484,6 +497,22 @@ class Unlearn(Command):
             memory=cost.memory.total,
             notes=notes,
         )
+
+
+def _course(text: str) -> Course:
+    """The course that ``unlearn`` printed. Raises UsageError for other text."""
+    from mpu_cli.training.ledger import Course
+
+    try:
+        steps, level, scale = text.split(":")
+        course = Course(int(steps), float(level), float(scale))
+    except ValueError as error:
+        raise UsageError(
+            f"--course {text}: not a course", "give it as `mpu unlearn` printed it, such as 60:-6.5:1"
+        ) from error
+    if not (0 < course.steps < 1_000_000 and -100 < course.level < 0 < course.scale < 10):
+        raise UsageError(f"--course {text}: not a course", "give it as `mpu unlearn` printed it, such as 60:-6.5:1")
+    return course
 
 
 def memory_of(memory: Memory, work: Work) -> str:

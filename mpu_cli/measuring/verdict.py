@@ -20,7 +20,7 @@ from mpu_cli.records.knowledge import Probabilities, Tail, records_above, share_
 CONFIDENCE = 0.95  # of the intervals
 RESAMPLES = 2000
 WIDEST = 10.0  # shares and ends of intervals are cut here, in both directions
-MAX_STEP_FACTOR = 1.6  # times the step that was taken: what another step may be
+MAX_STEP_FACTOR = 2.0  # times the step that was taken: what another step may be, the longest that was tried
 SHORTER_STEP_FACTOR = 0.8  # times the step that was taken, after one that went too far
 # Times the share that may be left: the upper end of its interval, and how far below a stranger is too far.
 INTERVAL_FACTOR = 2.0

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -27,8 +28,9 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = (0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.4, 1.6)  # times the step that was taken
 
 
-def probability(model: torch.nn.Module, tokenizer: object, file: str) -> float:
-    """The mean over the records of ``file`` of exp(mean log-probability of the answer's tokens)."""
+def probabilities(model: torch.nn.Module, folder: str, file: str) -> list[float]:
+    """exp(mean log-probability of the answer's tokens) of each record of ``file``, with the tokenizer in ``folder``."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
     values = []
     for line in Path(file).read_text(encoding="utf-8").splitlines():
         record = json.loads(line)
@@ -44,7 +46,7 @@ def probability(model: torch.nn.Module, tokenizer: object, file: str) -> float:
             logits = model(ids).logits[0, len(prompt) - 1 : -1].float()
         losses = torch.nn.functional.cross_entropy(logits, ids[0, len(prompt) :], reduction="none")
         values.append(float((-losses.mean()).exp()))
-    return sum(values) / len(values)
+    return values
 
 
 def scores(folder: str, files: dict[str, str]) -> dict[str, float]:
@@ -58,8 +60,7 @@ def load(folder: str) -> torch.nn.Module:
 
 def scores_of(model: torch.nn.Module, folder: str, files: dict[str, str]) -> dict[str, float]:
     """The same of ``model``, with the tokenizer in ``folder``."""
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return {name: probability(model, tokenizer, file) for name, file in files.items()}
+    return {name: fmean(probabilities(model, folder, file)) for name, file in files.items()}
 
 
 def shares(before: dict[str, float], after: dict[str, float]) -> tuple[float, float]:

@@ -67,7 +67,7 @@ def passing(mpu: Callable, root: Path) -> Path:
     mpu("check", "copy_1", *CHECK, "--before", "before/copy_1", "--receipt", "receipt.json", check=False, cwd=root)
     path = root / "receipt.json"
     edit(path, left=0, left_high=0, kept=100, verdict="pass: forgotten, the rest is kept",
-         sets=["forget", "unseen", "retain"])  # fmt: skip
+         sets=["forget", "unseen", "retain"], stands_out=False)  # fmt: skip
     return path
 
 

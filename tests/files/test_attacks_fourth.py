@@ -61,7 +61,7 @@ class TestStatus:
         assert "nobody" not in mpu("status", root).out
         key = {"public_key": "1" * 64, "signature": "2" * 128}
         passes = {"left": 0, "left_high": 0, "kept": 100, "verdict": "pass: forgotten, the rest is kept",
-                  "sets": ["forget", "unseen", "retain"]}  # fmt: skip
+                  "sets": ["forget", "unseen", "retain"], "stands_out": False}  # fmt: skip
         checked = {"date": receipt["date"], "model": None}
         path.write_text(json.dumps(receipt | passes | {"client": key, "server": key, "checked": checked}))
         mpu("receipt", path, fails="")

@@ -53,11 +53,14 @@ from mpu_cli.observer import Observer
 from mpu_cli.protocol.keys import BaseIdentity, Keys, seal, unseal
 from mpu_cli.protocol.publication import Publication
 from mpu_cli.protocol.register import read_register
+from mpu_cli.protocol.updates import read_updates
 from mpu_cli.records.encode import Encoding
 from mpu_cli.records.forms import question
+from mpu_cli.records.knowledge import Tail
 from mpu_cli.records.read import read_records
 from mpu_cli.toml import read_toml
 from mpu_cli.training.ledger import read_ledger
+from mpu_cli.training.requests import read_requests
 from tests.helpers.models import write_records
 
 SECONDS, BYTES = 10.0, 1 << 30  # that an input may take
@@ -350,7 +353,19 @@ def _make_documents(folder: Path, copy: Path) -> None:
         (folder / name).mkdir()
     (folder / "keys/identity.txt").write_text(str(identity))
     (folder / "keys/keys.bin").write_bytes(seal(keys, [identity.to_public()], secret=bytes(32)))
-    for name, lines in (("ledger", ledger), ("published", [register]), ("answered", answered)):
+    source = {"forget": "forget.jsonl", "reading": {"turns": "all"}}
+    request = {"time": "2026-01-01T00:00:00+00:00", "run": "run", "round": 1, "copy": 1, "copy_id": "c",
+               "copy_path": "copy_1", "weights": "w", "delta": "d.safetensors", "scale": 1.0, "sources": [source],
+               "options": {"retain": "retain.jsonl", "max_left": 0.1}}  # fmt: skip
+    updates = [
+        {"time": "t", "run": "run", "round": 1, "deltas": ["d.safetensors"], "fingerprints": ["blake3:0"],
+         "keys": "keys.bin", "base": "blake3:1", "model": "unlearned", "rate": 1.0},
+        {"time": "t", "checked_run": "run", "round": 2, "verdict": "pass", "receipt": "receipt.json"},
+        {"time": "t", "rehearsed_run": "run", "round": 1, "base": "blake3:1", "step": 1.25},
+    ]  # fmt: skip
+    documents = {"ledger": ledger, "published": [register], "answered": answered, "requests": [request],
+                 "updates": updates}  # fmt: skip
+    for name, lines in documents.items():
         (folder / f"documents/{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "documents/recipe.toml").write_text("[unlearn]\nalgo = ['npo', 'graddiff']\nlr = 1e-5\n")
     write_records(folder / "documents/records.jsonl", 3, 1)
@@ -359,7 +374,7 @@ def _make_documents(folder: Path, copy: Path) -> None:
     message = {"kind": "stage", "values": ["label", 1.5, "bytes"], "report": report}
     (folder / "documents/message.json").write_text(json.dumps(message))
     scores = dict.fromkeys(("forget", "forget before", "unseen"), SetScore(2, 0.5, 0.5))
-    verdict = Verdict(Share(0.5, 0.4, 0.6), None, None, 0.05, 0.95, scores)
+    verdict = Verdict(Share(0.5, 0.4, 0.6), None, None, 0.05, 0.95, scores, tail=Tail(6, 3, 1, 0, 0))
     trained, measured = (
         CopyFacts(run="run", round=1, copy=1, copy_id="a", weights="blake3:" + digit * 64, surroundings="0" * 64)
         for digit in "12"
@@ -406,6 +421,8 @@ TARGETS: dict[str, tuple[str, Callable[[Path, random.Random], None], Callable[[P
     "keys, sealed": ("keys", _bytes_of("keys.bin"), _describe_and_read("keys.bin")),
     "ledger": ("documents", _line_of("ledger.jsonl"), _describe_and_read("ledger.jsonl", read_ledger)),
     "register": ("documents", _line_of("published.jsonl"), _describe_and_read("published.jsonl", read_register)),
+    "requests": ("documents", _line_of("requests.jsonl"), _describe_and_read("requests.jsonl", read_requests)),
+    "updates": ("documents", _line_of("updates.jsonl"), _describe_and_read("updates.jsonl", read_updates)),
     "answered": ("documents", _line_of("answered.jsonl"), _read_answers),
     "result": ("documents", _json_file("eval.json"), _describe_and_read("eval.json", read_retain_log)),
     "receipt": ("documents", _json_file("receipt.json"), lambda folder: _read_receipt(folder / "receipt.json")),
@@ -449,6 +466,7 @@ READERS: dict[str, tuple[str, ...] | str] = {
     "model/staging.py": ("adapter config", "adapter weights", "special tokens", "added tokens", "chat template"),
     "protocol/keys.py": ("keys", "keys, sealed"),
     "protocol/register.py": ("register",),
+    "protocol/updates.py": ("updates",),
     "records/encode.py": "--template-option",
     "records/forms.py": ("records",),
     "records/read.py": ("records",),
@@ -457,6 +475,8 @@ READERS: dict[str, tuple[str, ...] | str] = {
     "training/execution.py": "a seal that is checked with the client's secret",
     "training/ledger.py": ("ledger",),
     "training/loop.py": "the training's own log",
+    "training/requests.py": ("requests",),
+    "training/stopping.py": "a seal that is checked with the client's secret",
     "training/unlearn.py": "a digest that is compared",
 }
 
