@@ -141,6 +141,7 @@ class UnlearnPlan:
             Request,
             default_requests_path,
             options_to_note,
+            read_requests,
             sources_of,
             write_request,
         )
@@ -154,13 +155,21 @@ class UnlearnPlan:
             scale=result.course.scale, sources=sources_of(self.options, self.earlier),
             options=options_to_note(self.options, command.goal, command.checks),
         )  # fmt: skip
-        try:
-            write_request(default_requests_path(), request)
-        except OSError as error:
+        path = default_requests_path()
+        alike = [
+            other
+            for other in read_requests(path)
+            if (other.run, other.copy) == (request.run, request.copy) and other.sources[0] == request.sources[0]
+        ]
+        if len(alike) > 1:
             observer.warn(
-                f"{default_requests_path()}: {error.strerror}; a further request on this copy has to name these "
-                "records again"
+                f"delta {len(alike) + 1} of these records for run {request.run}: each tells the server more, so ask why "
+                "its model does not pass"
             )
+        try:
+            write_request(path, request)
+        except OSError as error:
+            observer.warn(f"{path}: {error.strerror}; a further request on this copy has to name these records again")
 
     def _train(self, source: str, task: UnlearningTask, observer: Observer, course: Course | None) -> UnlearningResult:
         from mpu_cli.model.source import open_model
@@ -243,8 +252,8 @@ class Unlearn(Command):
     )
     course: str | None = option(
         None,
-        "Of the first copy of the publication, as `unlearn` printed it on the machine that trained that one: its steps, "
-        "level and share, which all copies share.",
+        "What `unlearn` printed for the first copy of the publication, on another machine: its steps, level and share, "
+        "which all copies have in common.",
         metavar="S:B:C",
         panel=Stopping.PANEL,
     )
