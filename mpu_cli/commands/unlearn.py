@@ -163,7 +163,7 @@ class UnlearnPlan:
         ]
         if len(alike) > 1:
             observer.warn(
-                f"delta {len(alike) + 1} of these records for run {request.run}: each tells the server more, so ask why "
+                f"delta {len(alike) + 1} of these records for run {request.run}: each tells the server more; ask why "
                 "its model does not pass"
             )
         try:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from scipy import stats
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.randomness import Randomness
@@ -227,6 +226,8 @@ def _as_normal(square: float, draws: int) -> float:
     """The standard deviations of one normal that are as rare as this sum of squares of several."""
     if draws == 1:
         return math.sqrt(square)
+    from scipy import stats  # takes a second
+
     log_p = float(stats.chi2.logsf(square, draws))
     # Far out, where the p-value is 0, its logarithm is about −square/2.
     return float(stats.norm.isf(math.exp(log_p) / 2)) if log_p > -700 else math.sqrt(square)
