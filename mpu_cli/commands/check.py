@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -123,7 +124,8 @@ class Check(Command):
                 f"check {self.copy}: no --forget, and you made no request on copies of its run on this machine",
                 "name the records with --forget, --retain and --unseen, and the copy with --before",
             )
-        request = requests[-1]
+        of_copy = [each for each in requests if manifest and each.copy == manifest.copy]
+        request = (of_copy or requests)[-1]
         if any(source.reading != request.sources[0].reading for source in request.sources):
             raise UsageError(
                 "check: the records of your requests on this copy are read in different ways",
@@ -137,7 +139,8 @@ class Check(Command):
         }
         checking = from_flat(Checking, {name: each for name, each in noted.items() if name in values} | named)
         before = self.before or request.copy_path
-        shown = command_line(*as_arguments(checking), "--before", Path(before))
+        named_here = [_from_here(word) for word in (*as_arguments(checking), "--before", before)]
+        shown = command_line(*named_here)
         observer.note(f"from your request on copy {request.copy} of run {request.run}: {shown}")
         return replace(self, checking=checking, before=before)
 
@@ -231,6 +234,12 @@ class Check(Command):
             "stands_out": [record.location for record in checked.records] if self.show else None,
         }
         return Report([verdict.sentence], document, status=0 if verdict.passes else 1)
+
+
+def _from_here(word: str) -> str:
+    """A path below the current folder without that; anything else as it is."""
+    here = f"{Path.cwd()}{os.sep}"
+    return word.removeprefix(here) if word.startswith(here) else word
 
 
 def _all_copies(copy: str) -> list[Path]:

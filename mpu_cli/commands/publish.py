@@ -227,7 +227,7 @@ class Publish(Command):
             observer.note(f"safe to send: the copies; their folder, {folder}, also holds {few(others)}")
         else:
             tell = observer.warn if self.out else observer.note
-            tell(f"safe to send: the copies alone, and not their folder, {folder}: it also holds the keys, {keys.name}")
+            tell(f"safe to send: the copies alone; the folder that they are in also holds the keys, {keys.name}")
 
     @property
     def _has_secret_factors(self) -> bool:

@@ -259,6 +259,18 @@ def test_a_copy_with_noise_is_trained_a_multiple_of_what_it_took_to_forget() -> 
     assert not watching._is_done()  # by the mean it has forgotten, and some records are known
 
 
+def dies_at_look(number: float, looks: list[int], look: Callable) -> Callable:
+    """``Scorer.look``, which is interrupted at the look after ``number`` steps with one; ``looks`` gets the steps."""
+
+    def look_or_die(self: Scorer, model: torch.nn.Module, step: int) -> Look:
+        looks.append(step)
+        if len(set(looks)) == number + 1:
+            raise KeyboardInterrupt
+        return look(self, model, step)
+
+    return look_or_die
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "noise", [("--copies", 2, "--kappa", 0.001), ("--copies", 1, "--permanent-noise", 0.05, "--kappa", 0)]
@@ -269,30 +281,27 @@ def test_a_training_killed_at_a_look_is_the_same_training(
 ) -> None:
     """Bit by bit, whichever look it was killed at: the best weights and the looks so far are part of a checkpoint."""
     mpu("publish", demo.model, *noise, cwd=tmp_path)
-    train = ("unlearn", "copy_1", "--forget", demo.forget, "--retain", demo.retain, "--max-steps", 40, "--resume",
-             "--checkpoint-steps", 5, "--alone", *options)  # fmt: skip
-    look = stopping.Scorer.look
+    # So much can never be kept, so that there are several looks.
+    train = ("unlearn", "copy_1", "--forget", demo.forget, "--retain", demo.retain, "--max-steps", 40,
+             "--min-kept", 1.5, "--resume", "--checkpoint-steps", 5, "--alone", *options)  # fmt: skip
+    look, steps = stopping.Scorer.look, []
     results = {}
-    for killed_at in (None, 1, 3):
-        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / f"config_{killed_at}"))
-        out, looks = tmp_path / f"{killed_at}.safetensors", []
-
-        def look_or_die(
-            self: Scorer, model: torch.nn.Module, step: int, killed_at: int | None = killed_at, looks: list = looks
-        ) -> Look:
-            looks.append(step)
-            if killed_at is not None and len(set(looks)) == killed_at + 1:
-                raise KeyboardInterrupt
-            return look(self, model, step)
-
-        monkeypatch.setattr(stopping.Scorer, "look", look_or_die)
-        if killed_at is not None:
+    for killed_at in (math.inf, 1, -1):
+        if killed_at == -1:
+            killed_at = len(set(steps)) - 1  # the last look
+        name = f"killed_at_{killed_at}"
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / f"config_{name}"))
+        out, looks = tmp_path / f"{name}.safetensors", []
+        monkeypatch.setattr(stopping.Scorer, "look", dies_at_look(killed_at, looks, look))
+        if killed_at < math.inf:
             mpu(*train, "--out", out, cwd=tmp_path, check=False)
             assert not out.exists()
             monkeypatch.setattr(stopping.Scorer, "look", look)
         document = mpu(*train, "--out", out, "--json", cwd=tmp_path).json
-        results[killed_at] = document["course"], document["scores"], load_file(out)
-    course, scores, whole = results.pop(None)
+        results[name] = document["course"], document["scores"], load_file(out)
+        steps = steps or looks
+    course, scores, whole = results.pop("killed_at_inf")
+    assert len(results) == 2
     for resumed in results.values():
         assert resumed[:2] == (course, scores)
         assert all(torch.equal(resumed[2][name], change) for name, change in whole.items())
