@@ -179,7 +179,7 @@ class TestPublish:
         shared = mpu(
             "publish", unlearned, "--publish-again", "--out", "x", "--keys", "x/k.bin", "--quiet", cwd=tmp_path
         )
-        assert "warning: safe to send: the copies alone, and not their folder, x: it also holds the keys" in shared.err
+        assert "warning: safe to send: the copies alone; the folder that they are in also holds the keys" in shared.err
 
     def test_the_seed_fixes_every_byte(self, mpu, tmp_path, base, monkeypatch):
         """A seed gives the same files, however the work is split and however many threads there are."""
