@@ -316,9 +316,11 @@ class Unlearn(Command):
             records_so_far,
         )
 
-        manifests = {task.copy: read_copy_manifest(Path(task.copy)) for task in tasks if Path(task.copy).is_dir()}
-        copy_ids = {copy: manifest.copy_id for copy, manifest in manifests.items() if manifest}
-        latest = latest_on(read_requests(default_requests_path()), copy_ids)
+        manifests = {}
+        for task in tasks:
+            if Path(task.copy).is_dir() and (manifest := read_copy_manifest(Path(task.copy))):
+                manifests[task.copy] = manifest
+        latest = latest_on(read_requests(default_requests_path()), manifests)
         added: list[Record] = []
         sources: list[Source] = []
         gone: list[str] = []
@@ -334,27 +336,28 @@ class Unlearn(Command):
                 "not all of these copies have had the earlier request",
                 "name the copies that it was for, or use --alone",
             )
-        for name in gone:
-            observer.warn(
-                f"{name}: gone, so these records of an earlier request are neither trained on nor looked at again; the "
-                "change that forgot them is kept"
-            )
         if self.out is None:  # the earlier deltas stay
             number = 1 + max(len(request.sources) for request in latest.values())
             tasks = [
                 replace(task, target=task.target.parent / f"request_{number}" / task.target.name) for task in tasks
             ]
-        if self.unlearning.lora.lora_rank is None:
-            continued = []
-            for task in tasks:
-                request = latest[task.copy]
-                if not Path(request.delta).exists():
-                    observer.note(f"{request.delta}: gone, so the training starts over from {task.copy}")
-                    continued = tasks
-                    break
-                start = Continuation(request.weights, Path(request.delta), request.scale)
-                continued.append(replace(task, start=start))
-            tasks = continued
+        is_continued = self.unlearning.lora.lora_rank is None
+        for request in latest.values():
+            if is_continued and not Path(request.delta).exists():
+                observer.note(f"{request.delta}: gone, so the training starts over from the copy")
+                is_continued = False
+        for name in gone:
+            change = "kept" if is_continued else "lost"
+            observer.warn(
+                f"{name}: gone, so these records of an earlier request are neither trained on nor looked at again; the "
+                f"change that forgot them is {change}"
+            )
+        continued = []
+        for task in tasks:
+            request = latest[task.copy]
+            start = Continuation(request.weights, Path(request.delta) if is_continued else None, request.scale)
+            continued.append(replace(task, start=start))
+        tasks = continued
         observer.note(
             f"{counted(len(added), 'record')} of earlier requests on the same copy are unlearned, too, and the new "
             "delta takes the place of the earlier one; not with --alone"

@@ -280,7 +280,7 @@ def digest_of_training(job: TrainingJob, loaded: LoadedCopy) -> str:
         course = job.until.course
         stopping = [job.until.facts(), asdict(course) if course else None]
     weights = [loaded.fingerprint, job.copy.checkpoint.metadata]
-    start = fingerprint(open_checkpoint(job.start.delta)) if job.start else None
+    start = fingerprint(open_checkpoint(job.start.delta)) if job.start and job.start.delta else None
     return _digest([decided, *weights, records_digest(job.data), surroundings_of(job.copy), stopping, start])
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mpu_cli.files.boundary import parse_document
+from mpu_cli.files.manifest import CopyManifest
 from mpu_cli.files.resumption import alone_with_private, append_line, read_lines
 from mpu_cli.files.sealing import default_identity_path
 from mpu_cli.observer import SILENT, Observer
@@ -64,11 +65,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Continuation:
-    """An earlier change of the copy with these ``weights`` from which a training goes on: that in ``delta``, undoing
-    what ``scale`` made of it."""
+    """The copy with these ``weights``, and no other, is trained on records of earlier requests, too: from the change in
+    ``delta``, undoing what ``scale`` made of it, or from the copy itself if ``delta`` is None."""
 
     weights: str
-    delta: Path
+    delta: Path | None
     scale: float
 
 
@@ -127,11 +128,12 @@ def from_root(sources: str) -> str:
     return "\n".join(str(Path(name).absolute()) if Path(name).exists() else name for name in sources.splitlines())
 
 
-def latest_on(requests: Sequence[Request], copy_ids: Mapping[str, str]) -> dict[str, Request]:
-    """The last request on each copy, by what the copy is called here; ``copy_ids`` by the same."""
+def latest_on(requests: Sequence[Request], manifests: Mapping[str, CopyManifest]) -> dict[str, Request]:
+    """The last request on each copy, by what the copy is called here; ``manifests`` by the same."""
     latest = {}
-    for copy, copy_id in copy_ids.items():
-        of_copy = [request for request in requests if request.copy_id == copy_id]
+    for copy, manifest in manifests.items():
+        identity = (manifest.run, manifest.round, manifest.copy_id)  # the ledger compares what reads records by run
+        of_copy = [request for request in requests if (request.run, request.round, request.copy_id) == identity]
         if of_copy:
             latest[copy] = of_copy[-1]
     return latest

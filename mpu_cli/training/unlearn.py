@@ -242,8 +242,8 @@ def unlearn(
         before = measure(to_train, sets, job.options) if job.is_alone else None
         _inspect_copy(job, signs, entry, before)
         watching, job = _watch(job, to_train, sets, before)
-        if start:
-            _go_on_from(start, to_train)
+        if start and start.delta:
+            _go_on_from(start.delta, start.scale, to_train)
         if watching and checkpoints and steps_done:
             watching.resume(checkpoints.of_step(steps_done))
         observer.stage(f"unlearn {name_of_copy(copy.source)}", len(steps), "steps")
@@ -475,18 +475,18 @@ def probabilities_under(public: str, examples: Sequence[Example], at_once: int, 
     return [math.exp(-loss) for loss in Answers(examples, at_once).losses(model)]
 
 
-def _go_on_from(start: Continuation, model: PreTrainedModel) -> None:
-    """Add an earlier change to ``model``, as long as it was before a share of it was returned."""
-    delta = open_checkpoint(start.delta, links=False)
+def _go_on_from(path: Path, scale: float, model: PreTrainedModel) -> None:
+    """Add an earlier change to ``model``, as long as it was before ``scale`` of it was returned."""
+    delta = open_checkpoint(path, links=False)
     parameters = in_memory(model, delta.tensors)
     if any(name not in parameters or parameters[name].shape != info.shape for name, info in delta.tensors.items()):
-        raise MpuError(f"{start.delta}: not a change of this copy", "use --alone, or remove it to start over")
+        raise MpuError(f"{path}: not a change of this copy", "use --alone, or remove it to start over")
     with torch.no_grad():
         for name in delta.tensors:
             change = delta.tensor(name).to(parameters[name].device, torch.float32)
             if not change.isfinite().all():
-                raise MpuError(f"{start.delta}: {name!r} holds NaN or Inf", "remove it to start over")
-            parameters[name].add_(change / start.scale)
+                raise MpuError(f"{path}: {name!r} holds NaN or Inf", "remove it to start over")
+            parameters[name].add_(change / scale)
 
 
 def _finish(
@@ -516,7 +516,7 @@ def _tags(job: TrainingJob, loaded: LoadedCopy, course: Course | None) -> dict[s
     decided |= {"reference_file": job.reference_file is not None and manifest.round > 1}
     if course:
         decided |= asdict(course)
-    decided["continued"] = job.start is not None
+    decided["continued"] = job.start is not None and job.start.delta is not None
     versions = {name: version(name) for name in ("torch", "transformers")}
     facts = {"records": records_digest(job.data), "options": decided, "versions": versions}
     try:

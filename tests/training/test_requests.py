@@ -1,0 +1,43 @@
+"""Further requests on a copy: what is trained again, on which weights, and from which change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.helpers.models import random_model, save, write_records
+
+
+@pytest.fixture
+def root(mpu: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A client's folder with two copies of a small llama, records of two requests, and a note of no request."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    write_records(tmp_path / "first.jsonl", 6, 1)
+    write_records(tmp_path / "second.jsonl", 5, 3)
+    write_records(tmp_path / "retain.jsonl", 9, 2)
+    mpu("publish", save(random_model("llama"), tmp_path / "base"), "--copies", 2, "--kappa", 0.001, cwd=tmp_path)
+    return tmp_path
+
+
+def unlearn(*copies: str, forget: str) -> tuple:
+    return "unlearn", *copies, "--retain", "retain.jsonl", "--max-steps", 1, "--forget", forget
+
+
+@pytest.mark.parametrize("further", [(), ("--lora-rank", 2), "delta gone"])
+def test_earlier_records_are_trained_on_no_other_weights(mpu: Callable, root: Path, further: tuple | str) -> None:
+    """A server sends other weights under the name of a copy that was trained on: whatever the new training starts from,
+    no record of an earlier request meets them."""
+    mpu(*unlearn("copy_1", forget="first.jsonl"), cwd=root)
+    weights = root / "copy_1/model.safetensors"
+    with safe_open(weights, "pt") as file:
+        metadata = file.metadata()
+    save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, weights, metadata)
+    if further == "delta gone":
+        (root / "deltas/copy_1.safetensors").unlink()
+        further = ()
+    mpu(*unlearn("copy_1", forget="second.jsonl"), *further, cwd=root, fails="and other weights")
+    assert not (root / "deltas/request_2").exists()
