@@ -137,6 +137,7 @@ class UnlearnPlan:
         self, task: UnlearningTask, manifest: CopyManifest | None, result: UnlearningResult, observer: Observer
     ) -> None:
         """Write the request down for the next one on the same copy, and for the check."""
+        from mpu_cli.files.reader import fingerprint, open_checkpoint
         from mpu_cli.training.requests import (
             Request,
             default_requests_path,
@@ -152,7 +153,8 @@ class UnlearnPlan:
         request = Request(
             run=manifest.run, round=manifest.round, copy=manifest.copy, copy_id=manifest.copy_id,
             copy_path=str(Path(task.copy).absolute()), weights=result.weights, delta=str(task.target.absolute()),
-            scale=result.course.scale, sources=sources_of(self.options, self.earlier),
+            change=fingerprint(open_checkpoint(task.target)), scale=result.course.scale,
+            sources=sources_of(self.options, self.earlier),
             options=options_to_note(self.options, command.goal, command.checks),
         )  # fmt: skip
         path = default_requests_path()
@@ -355,7 +357,8 @@ class Unlearn(Command):
         continued = []
         for task in tasks:
             request = latest[task.copy]
-            start = Continuation(request.weights, Path(request.delta) if is_continued else None, request.scale)
+            delta = Path(request.delta) if is_continued else None
+            start = Continuation(request.weights, delta, request.change, request.scale)
             continued.append(replace(task, start=start))
         tasks = continued
         observer.note(

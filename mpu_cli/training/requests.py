@@ -46,9 +46,9 @@ class Source:
 class Request:
     """A training on a copy that stopped when it was done.
 
-    ``copy_path`` is where the copy was, ``weights`` its fingerprint; ``delta`` the change that was returned, ``scale``
-    of what was trained; ``sources`` are all records to forget that are in it, this request's first; ``options``: how
-    records were read and judged, as far as that is not the default.
+    ``copy_path`` is where the copy was, ``weights`` its fingerprint; ``delta`` where the change is that was returned,
+    ``change`` its fingerprint, ``scale`` the share of what was trained; ``sources`` are all records to forget that are
+    in it, this request's first; ``options``: how records were read and judged, as far as that is not the default.
     """
 
     run: str
@@ -58,6 +58,7 @@ class Request:
     copy_path: str
     weights: str
     delta: str
+    change: str
     scale: float
     sources: list[Source]
     options: dict[str, Any]
@@ -66,10 +67,12 @@ class Request:
 @dataclass(frozen=True)
 class Continuation:
     """The copy with these ``weights``, and no other, is trained on records of earlier requests, too: from the change in
-    ``delta``, undoing what ``scale`` made of it, or from the copy itself if ``delta`` is None."""
+    ``delta``, which has the fingerprint ``change``, undoing what ``scale`` made of it, or from the copy itself if
+    ``delta`` is None."""
 
     weights: str
     delta: Path | None
+    change: str
     scale: float
 
 

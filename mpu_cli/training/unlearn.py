@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from mpu_cli.errors import Diverged, MpuError
 from mpu_cli.files.boundary import private_folder, private_umask, read_json_object
 from mpu_cli.files.manifest import DeltaManifest, as_metadata, delta_facts, name_of_copy
-from mpu_cli.files.reader import LOST_TO_ROUNDING, open_checkpoint
+from mpu_cli.files.reader import LOST_TO_ROUNDING, fingerprint, open_checkpoint
 from mpu_cli.files.resumption import write_atomically
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import CheckpointWriter
@@ -243,7 +243,7 @@ def unlearn(
         _inspect_copy(job, signs, entry, before)
         watching, job = _watch(job, to_train, sets, before)
         if start and start.delta:
-            _go_on_from(start.delta, start.scale, to_train)
+            _go_on_from(start.delta, start, to_train)
         if watching and checkpoints and steps_done:
             watching.resume(checkpoints.of_step(steps_done))
         observer.stage(f"unlearn {name_of_copy(copy.source)}", len(steps), "steps")
@@ -475,9 +475,15 @@ def probabilities_under(public: str, examples: Sequence[Example], at_once: int, 
     return [math.exp(-loss) for loss in Answers(examples, at_once).losses(model)]
 
 
-def _go_on_from(path: Path, scale: float, model: PreTrainedModel) -> None:
-    """Add an earlier change to ``model``, as long as it was before ``scale`` of it was returned."""
+def _go_on_from(path: Path, start: Continuation, model: PreTrainedModel) -> None:
+    """Add an earlier change to ``model``, as long as it was before a share of it was returned."""
     delta = open_checkpoint(path, links=False)
+    # Another one may be of another server's records, which this one is not to see: names of copies repeat.
+    if fingerprint(delta) != start.change:
+        raise MpuError(
+            f"{path}: not the delta that the earlier request on this copy returned",
+            "put that one back, remove it to start over, or use --alone",
+        )
     parameters = in_memory(model, delta.tensors)
     if any(name not in parameters or parameters[name].shape != info.shape for name, info in delta.tensors.items()):
         raise MpuError(f"{path}: not a change of this copy", "use --alone, or remove it to start over")
@@ -486,7 +492,7 @@ def _go_on_from(path: Path, scale: float, model: PreTrainedModel) -> None:
             change = delta.tensor(name).to(parameters[name].device, torch.float32)
             if not change.isfinite().all():
                 raise MpuError(f"{path}: {name!r} holds NaN or Inf", "remove it to start over")
-            parameters[name].add_(change / scale)
+            parameters[name].add_(change / start.scale)
 
 
 def _finish(

@@ -41,3 +41,14 @@ def test_earlier_records_are_trained_on_no_other_weights(mpu: Callable, root: Pa
         further = ()
     mpu(*unlearn("copy_1", forget="second.jsonl"), *further, cwd=root, fails="and other weights")
     assert not (root / "deltas/request_2").exists()
+
+
+def test_a_training_goes_on_from_the_change_of_its_own_copy(mpu: Callable, root: Path) -> None:
+    """Another server's copy has the same name and shapes, and --force puts its delta in the place of the first one's:
+    the change that its records made is not sent to the first server."""
+    mpu(*unlearn("copy_1", forget="first.jsonl"), cwd=root)
+    (root / "other").mkdir()
+    mpu("publish", "../base", "--copies", 1, "--kappa", 0, cwd=root / "other")
+    mpu(*unlearn("other/copy_1", forget="second.jsonl"), "--force", cwd=root)
+    mpu(*unlearn("copy_1", forget="second.jsonl"), cwd=root, fails="not the delta that the earlier request")
+    assert not (root / "deltas/request_2").exists()
