@@ -25,6 +25,8 @@ from mpu_cli.options.unlearning import Checks, Goal, Prompts, RecordFormat, Unle
 from mpu_cli.records.forms import Record
 from mpu_cli.records.read import read_records
 
+SOURCES = ("retain", "unseen", "public")  # options that name files; all other text stays as it is
+
 
 @dataclass(frozen=True)
 class Source:
@@ -98,15 +100,14 @@ def write_request(path: Path, request: Request) -> None:
 
 def options_to_note(unlearning: Unlearning, goal: Goal, checks: Checks) -> dict[str, Any]:
     """What a later check needs, as far as it is not the default, with paths from the root."""
-    noted = ("retain", "unseen", "public", "max_left", "min_kept", "held_out")
-    names = {*noted, *declared_options(RecordFormat), *declared_options(Prompts)}
+    names = {*SOURCES, "max_left", "min_kept", "held_out", *declared_options(RecordFormat), *declared_options(Prompts)}
     declarations = declared_options(Unlearning) | declared_options(Goal) | declared_options(Checks)
     values = flat(unlearning) | flat(goal) | flat(checks)
     options = {}
     for name in sorted(names & values.keys()):
         value = values[name]
         if value != declarations[name].default or name == "retain":
-            options[name] = _noted(value)
+            options[name] = _noted(name, value)
     return options
 
 
@@ -114,16 +115,18 @@ def sources_of(unlearning: Unlearning, earlier: Sequence[Source]) -> list[Source
     """This request's records to forget, and those of ``earlier`` ones."""
     reading = unlearning.records.reading
     declarations = declared_options(RecordFormat)
-    differing = {name: _noted(value) for name, value in flat(reading).items() if value != declarations[name].default}
+    differing = {
+        name: _noted(name, value) for name, value in flat(reading).items() if value != declarations[name].default
+    }
     return [Source(from_root(unlearning.records.forget), differing), *earlier]
 
 
-def _noted(value: object) -> Any:
+def _noted(name: str, value: object) -> Any:
     if isinstance(value, Path):
         return str(value.absolute())
     if isinstance(value, tuple):
         return list(value)
-    return from_root(value) if isinstance(value, str) else value
+    return from_root(value) if name in SOURCES and isinstance(value, str) else value
 
 
 def from_root(sources: str) -> str:

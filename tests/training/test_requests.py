@@ -9,6 +9,7 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from mpu_cli.training.requests import default_requests_path, read_requests
 from tests.helpers.models import random_model, save, write_records
 
 
@@ -52,3 +53,12 @@ def test_a_training_goes_on_from_the_change_of_its_own_copy(mpu: Callable, root:
     mpu(*unlearn("other/copy_1", forget="second.jsonl"), "--force", cwd=root)
     mpu(*unlearn("copy_1", forget="second.jsonl"), cwd=root, fails="not the delta that the earlier request")
     assert not (root / "deltas/request_2").exists()
+
+
+@pytest.mark.parametrize("prompt", ["s" * 300, "base", "Be brief.\n"])
+def test_text_that_is_no_path_is_noted_as_it_is(mpu: Callable, root: Path, prompt: str) -> None:
+    """A system prompt is too long for a name, has the name of a folder, or ends in a line break."""
+    mpu(*unlearn("copy_1", forget="first.jsonl"), "--system-prompt", prompt, cwd=root)
+    [request] = read_requests(default_requests_path())
+    assert request.options["system_prompt"] == prompt
+    assert request.options["retain"] == str(root / "retain.jsonl")
