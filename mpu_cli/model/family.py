@@ -416,8 +416,16 @@ def variants_of(family: Family) -> tuple[Family, ...]:
     """``family``, and its table by each of the other names that files may have."""
     if not family.renamed:
         return (family,)
-    in_files = tuple((in_memory, in_file) for in_file, in_memory in family.renamed)
-    return family, as_in_memory(family), _with_renamed_prefixes(family, in_files)
+    in_files = _with_renamed_prefixes(family, tuple((in_memory, in_file) for in_file, in_memory in family.renamed))
+    with_bare_head = replace(
+        in_files,
+        heads=family.heads,
+        tensors=tuple(
+            before if before.name.endswith("lm_head.weight") else after
+            for before, after in zip(family.tensors, in_files.tensors, strict=True)
+        ),
+    )
+    return family, as_in_memory(family), in_files, with_bare_head
 
 
 def _with_renamed_prefixes(family: Family, prefixes: tuple[tuple[str, str], ...]) -> Family:
