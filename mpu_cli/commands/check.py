@@ -131,6 +131,11 @@ class Check(Command):
                 "check: the records of your requests on this copy are read in different ways",
                 "check those of each with --forget",
             )
+        if changed := [source.forget for source in request.sources if source.read() is None]:
+            raise MpuError(
+                f"{changed[0]}: gone or replaced since your request on copy {request.copy} of run {request.run}",
+                "put the records back, or name those to check with --forget",
+            )
         noted = request.options | request.sources[0].reading
         noted["forget"] = "\n".join(source.forget for source in request.sources)
         values = flat(self.checking)

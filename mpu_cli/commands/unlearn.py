@@ -67,15 +67,15 @@ class Unlearned:
 @dataclass(frozen=True)
 class UnlearnPlan:
     """What ``command`` will do: train each of ``tasks`` in turn on the records, ``data``, with ``options``, ``until`` a
-    goal is reached or, if that is None, for a number of epochs. ``earlier``: where the records of earlier requests on
-    the same copies are from, which ``data`` has, too."""
+    goal is reached or, if that is None, for a number of epochs. ``sources``: where its records to forget are from,
+    this request's first, and then those of earlier requests on the same copies."""
 
     command: Unlearn
     tasks: Sequence[UnlearningTask]
     data: Dataset
     options: Unlearning
     until: Until | None
-    earlier: Sequence[Source] = ()
+    sources: Sequence[Source]
 
     @property
     def warnings(self) -> list[str]:
@@ -143,7 +143,6 @@ class UnlearnPlan:
             default_requests_path,
             options_to_note,
             read_requests,
-            sources_of,
             write_request,
         )
 
@@ -154,7 +153,7 @@ class UnlearnPlan:
             run=manifest.run, round=manifest.round, copy=manifest.copy, copy_id=manifest.copy_id,
             copy_path=str(Path(task.copy).absolute()), weights=result.weights, delta=str(task.target.absolute()),
             change=fingerprint(open_checkpoint(task.target)), scale=result.course.scale,
-            sources=sources_of(self.options, self.earlier),
+            sources=[*self.sources],
             options=options_to_note(self.options, command.goal, command.checks),
         )  # fmt: skip
         path = default_requests_path()
@@ -272,6 +271,7 @@ class Unlearn(Command):
         from mpu_cli.training.data import read_dataset, with_unseen
         from mpu_cli.training.job import check_logging, check_options, in_float32_if_private
         from mpu_cli.training.private import check_opacus
+        from mpu_cli.training.requests import source_of
         from mpu_cli.training.stopping import Until, hold_out
 
         copies = [str(path) for path in paths_from(self.copies)]  # first: what writes them would find a closed pipe
@@ -294,14 +294,15 @@ class Unlearn(Command):
                 "--training-noise: is for a training of all weights", "leave out one of it and --lora-rank"
             )
         tasks = self._tasks(copies)
-        earlier: list[Source] = []
+        sources = [source_of(options, data.forget)]
         if until and not (self.alone or options.privacy.public_records):
             tasks, data, earlier = self._with_earlier(tasks, data, observer)
+            sources += earlier
         check_options(options, until.goal if until else None)
         check_logging(self.logging, options.privacy)
         if options.privacy.dp_epsilon is not None:
             check_opacus()
-        return UnlearnPlan(command=self, tasks=tasks, data=data, options=options, until=until, earlier=earlier)
+        return UnlearnPlan(command=self, tasks=tasks, data=data, options=options, until=until, sources=sources)
 
     def _with_earlier(
         self, tasks: list[UnlearningTask], data: Dataset, observer: Observer
@@ -351,8 +352,8 @@ class Unlearn(Command):
         for name in gone:
             change = "kept" if is_continued else "lost"
             observer.warn(
-                f"{name}: gone, so these records of an earlier request are neither trained on nor looked at again; the "
-                f"change that forgot them is {change}"
+                f"{name}: gone or replaced, so the records of an earlier request are neither trained on nor looked at "
+                f"again; the change that forgot them is {change}"
             )
         continued = []
         for task in tasks:

@@ -9,6 +9,8 @@ It has paths and never leaves. A further request on the same copy takes the reco
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -22,7 +24,7 @@ from mpu_cli.files.sealing import default_identity_path
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import declared_options, flat, from_flat
 from mpu_cli.options.unlearning import Checks, Goal, Prompts, RecordFormat, Unlearning
-from mpu_cli.records.forms import Record
+from mpu_cli.records.forms import Record, digest_of_record
 from mpu_cli.records.read import read_records
 
 SOURCES = ("retain", "unseen", "public")  # options that name files; all other text stays as it is
@@ -30,18 +32,25 @@ SOURCES = ("retain", "unseen", "public")  # options that name files; all other t
 
 @dataclass(frozen=True)
 class Source:
-    """Records to forget: what ``--forget`` named, and the options by which it is read, as far as they are not the
-    defaults."""
+    """Records to forget: what ``--forget`` named, the options by which it is read, as far as they are not the defaults,
+    and a digest of what was read."""
 
     forget: str
     reading: dict[str, Any]
+    digest: str
 
-    def read(self, observer: Observer = SILENT) -> list[Record]:
-        return list(read_records(self.forget, from_flat(RecordFormat, self.reading), observer=observer))
+    def read(self, observer: Observer = SILENT) -> list[Record] | None:
+        """The records; None if they are gone, or have been replaced by others."""
+        if any(name.startswith("/") and not Path(name).exists() for name in self.forget.splitlines()):
+            return None
+        records = list(read_records(self.forget, from_flat(RecordFormat, self.reading), observer=observer))
+        return records if _digest(records) == self.digest else None
 
-    def missing(self) -> list[str]:
-        """The files of it that are gone."""
-        return [name for name in self.forget.splitlines() if name.startswith("/") and not Path(name).exists()]
+
+def _digest(records: Sequence[Record]) -> str:
+    """SHA-256 of the distinct records, in whatever order, in hexadecimal."""
+    digests = sorted({digest_of_record(record) for record in records})
+    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -111,14 +120,14 @@ def options_to_note(unlearning: Unlearning, goal: Goal, checks: Checks) -> dict[
     return options
 
 
-def sources_of(unlearning: Unlearning, earlier: Sequence[Source]) -> list[Source]:
-    """This request's records to forget, and those of ``earlier`` ones."""
+def source_of(unlearning: Unlearning, forget: Sequence[Record]) -> Source:
+    """Where the records to ``forget`` of a request are from."""
     reading = unlearning.records.reading
     declarations = declared_options(RecordFormat)
     differing = {
         name: _noted(name, value) for name, value in flat(reading).items() if value != declarations[name].default
     }
-    return [Source(from_root(unlearning.records.forget), differing), *earlier]
+    return Source(from_root(unlearning.records.forget), differing, _digest(forget))
 
 
 def _noted(name: str, value: object) -> Any:
@@ -148,16 +157,17 @@ def latest_on(requests: Sequence[Request], manifests: Mapping[str, CopyManifest]
 def records_so_far(
     request: Request, known: Sequence[Record], observer: Observer
 ) -> tuple[list[Record], list[Source], list[str]]:
-    """The records of an earlier ``request`` that are not among ``known``, the sources that they are from, and the files
-    that are gone."""
+    """The records of an earlier ``request`` that are not among ``known``, the sources that they are from, and those
+    whose records are gone or have been replaced, as ``--forget`` named them."""
     keys = {record.key for record in known}
     records: list[Record] = []
     sources, gone = [], []
     for source in request.sources:
-        if missing := source.missing():
-            gone += missing
+        source_records = source.read(observer)
+        if source_records is None:
+            gone.append(", ".join(source.forget.splitlines()))
             continue
-        added = [record for record in source.read(observer) if record.key not in keys]
+        added = [record for record in source_records if record.key not in keys]
         if added:
             records += added
             keys |= {record.key for record in added}

@@ -62,3 +62,17 @@ def test_text_that_is_no_path_is_noted_as_it_is(mpu: Callable, root: Path, promp
     [request] = read_requests(default_requests_path())
     assert request.options["system_prompt"] == prompt
     assert request.options["retain"] == str(root / "retain.jsonl")
+
+
+def test_records_that_were_replaced_do_not_pass_for_those_of_an_earlier_request(mpu: Callable, root: Path) -> None:
+    """One file serves for one request after the other: the second training goes on from the change of the first, which
+    its delta takes the place of, and check does not judge other records by the first request."""
+    mpu(*unlearn("copy_1", forget="first.jsonl"), cwd=root)
+    (root / "second.jsonl").replace(root / "first.jsonl")
+    mpu("check", "copy_2", cwd=root, refused="first.jsonl: gone or replaced")
+    again = mpu(*unlearn("copy_1", forget="first.jsonl"), cwd=root)
+    assert "first.jsonl: gone or replaced" in again.err
+    assert "is kept" in again.err
+    first = load_file(root / "deltas/copy_1.safetensors")
+    second = load_file(root / "deltas/request_2/copy_1.safetensors")
+    assert sum((second[name] * first[name]).sum() for name in first) > 0.5 * sum((x * x).sum() for x in first.values())
