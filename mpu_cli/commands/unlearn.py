@@ -296,7 +296,7 @@ class Unlearn(Command):
         tasks = self._tasks(copies)
         sources = [source_of(options, data.forget)]
         if until and not (self.alone or options.privacy.public_records):
-            tasks, data, earlier = self._with_earlier(tasks, data, observer)
+            tasks, data, earlier = self._with_earlier(tasks, data, sources[0], observer)
             sources += earlier
         check_options(options, until.goal if until else None)
         check_logging(self.logging, options.privacy)
@@ -305,11 +305,13 @@ class Unlearn(Command):
         return UnlearnPlan(command=self, tasks=tasks, data=data, options=options, until=until, sources=sources)
 
     def _with_earlier(
-        self, tasks: list[UnlearningTask], data: Dataset, observer: Observer
+        self, tasks: list[UnlearningTask], data: Dataset, source: Source, observer: Observer
     ) -> tuple[list[UnlearningTask], Dataset, list[Source]]:
-        """The tasks and records of all requests on the same copies so far, and where those of earlier ones are from.
+        """The tasks and records of all requests on the same copies so far, of which ``source`` is this one, and where
+        those of earlier ones are from.
 
-        Raises UsageError if the copies of a round have not had the same requests.
+        Raises UsageError if the copies have not had the same requests: they would not be trained identically, and one
+        server's copy on the records of requests to another.
         """
         from mpu_cli.training.requests import (
             Continuation,
@@ -323,7 +325,7 @@ class Unlearn(Command):
         for task in tasks:
             if Path(task.copy).is_dir() and (manifest := read_copy_manifest(Path(task.copy))):
                 manifests[task.copy] = manifest
-        latest = latest_on(read_requests(default_requests_path()), manifests)
+        latest = latest_on(read_requests(default_requests_path()), manifests, source)
         added: list[Record] = []
         sources: list[Source] = []
         gone: list[str] = []
@@ -334,10 +336,11 @@ class Unlearn(Command):
             gone += [name for name in missing if name not in gone]
         if not added and not gone:
             return tasks, data, []  # the same request again
-        if len(latest) < len(tasks):
+        requests = list(latest.values())
+        if len(latest) < len(tasks) or any(request.sources != requests[0].sources for request in requests):
             raise UsageError(
-                "not all of these copies have had the earlier request",
-                "name the copies that it was for, or use --alone",
+                "not all of these copies have had the same earlier requests",
+                "name the copies that have, or use --alone",
             )
         if self.out is None:  # the earlier deltas stay
             number = 1 + max(len(request.sources) for request in latest.values())

@@ -143,12 +143,17 @@ def from_root(sources: str) -> str:
     return "\n".join(str(Path(name).absolute()) if Path(name).exists() else name for name in sources.splitlines())
 
 
-def latest_on(requests: Sequence[Request], manifests: Mapping[str, CopyManifest]) -> dict[str, Request]:
-    """The last request on each copy, by what the copy is called here; ``manifests`` by the same."""
+def latest_on(requests: Sequence[Request], manifests: Mapping[str, CopyManifest], source: Source) -> dict[str, Request]:
+    """The last request on each copy but for the records of ``source``, by what the copy is called here; ``manifests``
+    by the same. A training on several copies that is resumed has noted its own request for some of them."""
     latest = {}
     for copy, manifest in manifests.items():
         identity = (manifest.run, manifest.round, manifest.copy_id)  # the ledger compares what reads records by run
-        of_copy = [request for request in requests if (request.run, request.round, request.copy_id) == identity]
+        of_copy = [
+            request
+            for request in requests
+            if (request.run, request.round, request.copy_id) == identity and request.sources[0] != source
+        ]
         if of_copy:
             latest[copy] = of_copy[-1]
     return latest

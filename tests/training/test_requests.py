@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
@@ -76,3 +78,32 @@ def test_records_that_were_replaced_do_not_pass_for_those_of_an_earlier_request(
     first = load_file(root / "deltas/copy_1.safetensors")
     second = load_file(root / "deltas/request_2/copy_1.safetensors")
     assert sum((second[name] * first[name]).sum() for name in first) > 0.5 * sum((x * x).sum() for x in first.values())
+
+
+def test_records_of_one_server_are_not_trained_on_the_copy_of_another(mpu: Callable, root: Path) -> None:
+    """Each of two servers has had a request: a third on both copies gives neither the other's records."""
+    (root / "other").mkdir()
+    mpu("publish", "../base", "--copies", 1, "--kappa", 0, cwd=root / "other")
+    mpu(*unlearn("copy_1", forget="first.jsonl"), cwd=root)
+    mpu(*unlearn("other/copy_1", forget="second.jsonl"), "--out", "other/delta", cwd=root)
+    write_records(root / "third.jsonl", 4, 5)
+    shutil.copytree(root / "other/copy_1", root / "from_other")
+    mpu(
+        *unlearn("copy_1", "from_other", forget="third.jsonl"),
+        cwd=root,
+        refused="not all of these copies have had the same earlier requests",
+    )
+
+
+def test_a_further_request_that_was_stopped_between_two_copies_is_resumed(mpu: Callable, root: Path) -> None:
+    """The copy that has its delta keeps it, and the other one is trained from the same earlier request."""
+    mpu(*unlearn("copy_1", "copy_2", forget="first.jsonl"), cwd=root)
+    mpu(*unlearn("copy_1", "copy_2", forget="second.jsonl"), cwd=root)
+    whole = load_file(root / "deltas/request_2/copy_2.safetensors")
+    (root / "deltas/request_2/copy_2.safetensors").unlink()
+    note = root / "config/mpu/requests.jsonl"
+    note.write_text("".join(note.read_text().splitlines(keepends=True)[:3]))
+    resumed = mpu(*unlearn("copy_1", "copy_2", forget="second.jsonl"), "--resume", cwd=root)
+    assert "copy_1.safetensors is there already" in resumed.err
+    again = load_file(root / "deltas/request_2/copy_2.safetensors")
+    assert all(torch.equal(again[name], change) for name, change in whole.items())
