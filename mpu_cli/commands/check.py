@@ -115,6 +115,9 @@ class Check(Command):
     def _with_noted(self, observer: Observer) -> Check:
         """This command with the records, the way to read them, the goal and the copy of the last request on copies of
         the same run, from the client's note. Raises UsageError if there is none."""
+        from mpu_cli.files.reader import fingerprint
+        from mpu_cli.files.sealing import opened_copy
+        from mpu_cli.model.source import open_model
         from mpu_cli.training.requests import default_requests_path, read_requests
 
         manifest = read_copy_manifest(Path(self.copy)) if Path(self.copy).is_dir() else None
@@ -143,6 +146,13 @@ class Check(Command):
             name: values[name] for name, each in declared_options(Checking).items() if values[name] != each.default
         }
         checking = from_flat(Checking, {name: each for name, each in noted.items() if name in values} | named)
+        if self.before is None:  # a copy that knew more before would make less of what is left
+            with opened_copy(request.copy_path, self.identity, observer) as source_path:
+                if fingerprint(open_model(source_path, links=False).checkpoint) != request.weights:
+                    raise MpuError(
+                        f"{request.copy_path}: not the weights that your request was trained on",
+                        "put that copy back, or name one with --before if you know why",
+                    )
         before = self.before or request.copy_path
         named_here = [_from_here(word) for word in (*as_arguments(checking), "--before", before)]
         shown = command_line(*named_here)

@@ -30,15 +30,19 @@ def unlearn(*copies: str, forget: str) -> tuple:
     return "unlearn", *copies, "--retain", "retain.jsonl", "--max-steps", 1, "--forget", forget
 
 
+def double_weights(copy: Path) -> None:
+    weights = copy / "model.safetensors"
+    with safe_open(weights, "pt") as file:
+        metadata = file.metadata()
+    save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, weights, metadata)
+
+
 @pytest.mark.parametrize("further", [(), ("--lora-rank", 2), "delta gone"])
 def test_earlier_records_are_trained_on_no_other_weights(mpu: Callable, root: Path, further: tuple | str) -> None:
     """A server sends other weights under the name of a copy that was trained on: whatever the new training starts from,
     no record of an earlier request meets them."""
     mpu(*unlearn("copy_1", forget="first.jsonl"), cwd=root)
-    weights = root / "copy_1/model.safetensors"
-    with safe_open(weights, "pt") as file:
-        metadata = file.metadata()
-    save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, weights, metadata)
+    double_weights(root / "copy_1")
     if further == "delta gone":
         (root / "deltas/copy_1.safetensors").unlink()
         further = ()
@@ -107,3 +111,11 @@ def test_a_further_request_that_was_stopped_between_two_copies_is_resumed(mpu: C
     assert "copy_1.safetensors is there already" in resumed.err
     again = load_file(root / "deltas/request_2/copy_2.safetensors")
     assert all(torch.equal(again[name], change) for name, change in whole.items())
+
+
+def test_check_compares_with_the_weights_that_were_trained_on(mpu: Callable, root: Path) -> None:
+    """A server that sends the copy again, with weights that know more, would have less left of what was known."""
+    mpu(*unlearn("copy_1", forget="first.jsonl"), cwd=root)
+    assert mpu("check", "copy_2", cwd=root, check=False).out
+    double_weights(root / "copy_1")
+    mpu("check", "copy_2", cwd=root, refused="not the weights that your request was trained on")
