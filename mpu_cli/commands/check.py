@@ -120,7 +120,8 @@ class Check(Command):
         from mpu_cli.model.source import open_model
         from mpu_cli.training.requests import default_requests_path, read_requests
 
-        manifest = read_copy_manifest(Path(self.copy)) if Path(self.copy).is_dir() else None
+        with opened_copy(self.copy, self.identity, observer) as source_path:
+            manifest = read_copy_manifest(Path(source_path)) if Path(source_path).is_dir() else None
         requests = [each for each in read_requests(default_requests_path()) if manifest and each.run == manifest.run]
         if not requests:
             raise UsageError(

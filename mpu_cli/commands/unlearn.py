@@ -321,10 +321,9 @@ class Unlearn(Command):
             records_so_far,
         )
 
-        manifests = {}
-        for task in tasks:
-            if Path(task.copy).is_dir() and (manifest := read_copy_manifest(Path(task.copy))):
-                manifests[task.copy] = manifest
+        manifests = {
+            task.copy: read_copy_manifest(Path(task.copy)) if Path(task.copy).is_dir() else None for task in tasks
+        }
         latest = latest_on(read_requests(default_requests_path()), manifests, source)
         added: list[Record] = []
         sources: list[Source] = []

@@ -74,6 +74,13 @@ class Request:
     sources: list[Source]
     options: dict[str, Any]
 
+    def is_on(self, copy: str, manifest: CopyManifest | None) -> bool:
+        """Whether it was on ``copy``, which has this ``manifest`` or is sealed."""
+        if manifest is None:
+            return self.copy_path == str(Path(copy).absolute())
+        # By the run, too: the ledger compares what reads the records within one.
+        return (self.run, self.round, self.copy_id) == (manifest.run, manifest.round, manifest.copy_id)
+
 
 @dataclass(frozen=True)
 class Continuation:
@@ -143,17 +150,17 @@ def from_root(sources: str) -> str:
     return "\n".join(str(Path(name).absolute()) if Path(name).exists() else name for name in sources.splitlines())
 
 
-def latest_on(requests: Sequence[Request], manifests: Mapping[str, CopyManifest], source: Source) -> dict[str, Request]:
+def latest_on(
+    requests: Sequence[Request], manifests: Mapping[str, CopyManifest | None], source: Source
+) -> dict[str, Request]:
     """The last request on each copy but for the records of ``source``, by what the copy is called here; ``manifests``
-    by the same. A training on several copies that is resumed has noted its own request for some of them."""
+    by the same, None for one that is sealed, which is recognised by its path until its weights are read.
+
+    A training on several copies that is resumed has noted its own request for some of them.
+    """
     latest = {}
     for copy, manifest in manifests.items():
-        identity = (manifest.run, manifest.round, manifest.copy_id)  # the ledger compares what reads records by run
-        of_copy = [
-            request
-            for request in requests
-            if (request.run, request.round, request.copy_id) == identity and request.sources[0] != source
-        ]
+        of_copy = [request for request in requests if request.is_on(copy, manifest) and request.sources[0] != source]
         if of_copy:
             latest[copy] = of_copy[-1]
     return latest

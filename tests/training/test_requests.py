@@ -119,3 +119,17 @@ def test_check_compares_with_the_weights_that_were_trained_on(mpu: Callable, roo
     assert mpu("check", "copy_2", cwd=root, check=False).out
     double_weights(root / "copy_1")
     mpu("check", "copy_2", cwd=root, refused="not the weights that your request was trained on")
+
+
+def test_requests_on_a_sealed_copy_are_noted_too(mpu: Callable, root: Path) -> None:
+    """A second request on it trains the records of the first, and check takes both from the note."""
+    recipient = mpu("keygen", "--out", "client.txt", "--json", cwd=root).json["recipient"]
+    mpu("publish", "base", "--copies", 1, "--kappa", 0, "--copy-recipients", recipient, "--out", "sealed",
+        "--keys", "sealed_keys.bin", cwd=root)  # fmt: skip
+    mpu(*unlearn("sealed/copy_1.age", forget="first.jsonl"), "--identity", "client.txt", cwd=root)
+    again = mpu(*unlearn("sealed/copy_1.age", forget="second.jsonl"), "--identity", "client.txt", cwd=root)
+    assert "6 records of earlier requests" in again.err
+    assert (root / "deltas/request_2/copy_1.safetensors").exists()
+    checked = mpu("check", "sealed/copy_1.age", "--identity", "client.txt", cwd=root, fails="the copy itself")
+    assert "first.jsonl" in checked.err
+    assert "second.jsonl" in checked.err
