@@ -222,14 +222,22 @@ class Receipt(Command):
 
 def _longer_step(document: Document) -> str | None:
     """The command by which the server applies the last update again, with the step that the numbers of a receipt ask
-    for; None if they ask for none, or this machine did not apply the update."""
+    for; None if they ask for none, if this machine did not apply the update or other owners' with it, or if a delta is
+    no longer the one that was applied."""
+    from mpu_cli.files.reader import fingerprint, open_checkpoint
     from mpu_cli.measuring.receipt import verdict_of
-    from mpu_cli.protocol.updates import last_update, read_updates
+    from mpu_cli.protocol.updates import last_update, read_updates, runs_in
     from mpu_cli.wording import command_line
 
-    step = verdict_of(document).step
-    update = last_update(read_updates(), document.copy.run, document.copy.round - 1)
-    if step is None or update is None:
+    step, updates = verdict_of(document).step, read_updates()
+    update = last_update(updates, document.copy.run, document.copy.round - 1)
+    if step is None or update is None or runs_in(update.model, updates) != {update.run}:
+        return None
+    try:
+        deltas = [fingerprint(open_checkpoint(Path(delta))) for delta in update.deltas]
+    except MpuError:  # gone, or damaged
+        return None
+    if deltas != update.fingerprints:
         return None
     return command_line(
         "mpu", "aggregate", *map(Path, update.deltas), "--keys", Path(update.keys), "--server-lr",

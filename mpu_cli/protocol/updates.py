@@ -107,3 +107,8 @@ def last_update(entries: Sequence[Entry], run: str, round_: int) -> Update | Non
     """The last update from the deltas of a publication; None if there was none."""
     updates = [entry for entry in entries if isinstance(entry, Update) and (entry.run, entry.round) == (run, round_)]
     return updates[-1] if updates else None
+
+
+def runs_in(model: str, entries: Sequence[Entry]) -> set[str]:
+    """The runs whose updates were ever written to the path ``model``."""
+    return {entry.run for entry in entries if isinstance(entry, Update) and entry.model == model}

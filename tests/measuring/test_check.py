@@ -21,11 +21,14 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 import mpu_cli
+from mpu_cli.commands.receipt import _longer_step
 from mpu_cli.demo.model import make_people
 from mpu_cli.files.reader import fingerprint, open_checkpoint
 from mpu_cli.files.sealing import default_identity_path
-from mpu_cli.measuring.receipt import Signature, as_text, read_receipt, with_signature
-from mpu_cli.measuring.verdict import RecordScores, Share, Verdict, judge
+from mpu_cli.measuring.receipt import CopyFacts, Signature, as_text, new_receipt, read_receipt, with_signature
+from mpu_cli.measuring.verdict import RecordScores, SetScore, Share, Verdict, judge
+from mpu_cli.protocol.updates import Update, write_update
+from mpu_cli.records.knowledge import Tail
 from tests.helpers.attacks import edit
 from tests.helpers.models import DemoModel, random_model, save
 
@@ -291,6 +294,34 @@ def test_a_receipt_of_whatever_was_measured_can_be_read(
     }
     edit(receipt, sets=["retain"])
     mpu("receipt", receipt, refused="records that it does not name")
+
+
+def test_a_longer_step_is_applied_to_what_was_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server is shown the command unless it would leave another owner's update out of the model, or add a delta
+    that came in since."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    facts = CopyFacts(run="a", round=2, copy=1, copy_id="c", weights=f"blake3:{0:064}", surroundings=f"{0:064}")
+    sets = dict.fromkeys(("forget", "retain", "unseen"), SetScore(16, 0.5, 0.0))
+    verdict = Verdict(
+        Share(0.2, 0.1, 0.3), Share(1.0, 0.9, 1.0), None, max_left=0.05, min_kept=0.95,
+        scores=sets | {f"{name} before": score for name, score in sets.items()}, tail=Tail(16, 3, 2, 0, 0),
+    )  # fmt: skip
+    receipt = new_receipt(verdict, copy=facts, before=facts, public=None, records="", nonce="", version="")
+    deltas = [tmp_path / f"{owner}.safetensors" for owner in "ab"]
+    for number, delta in enumerate(deltas):
+        save_file({"weight": torch.full((2,), float(number))}, delta)
+    applied = [
+        Update(owner, 1, [str(delta)], [fingerprint(open_checkpoint(delta))], f"/{owner}.bin", "", "/unlearned", 1.0)
+        for owner, delta in zip("ab", deltas, strict=True)
+    ]
+    write_update(applied[0])
+    assert f"mpu aggregate {deltas[0]} --keys /a.bin" in (_longer_step(receipt) or "")
+    content = deltas[0].read_bytes()
+    deltas[0].write_bytes(deltas[1].read_bytes())
+    assert _longer_step(receipt) is None
+    deltas[0].write_bytes(content)
+    write_update(applied[1])
+    assert _longer_step(receipt) is None
 
 
 def test_limits_that_a_receipt_cannot_have_are_refused_first(mpu: Callable, tmp_path: Path) -> None:
