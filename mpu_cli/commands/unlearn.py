@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mpu_cli.records.forms import Record
     from mpu_cli.training.data import Dataset
     from mpu_cli.training.ledger import Course
-    from mpu_cli.training.requests import Continuation, Source
+    from mpu_cli.training.requests import Continuation, Request, Source
     from mpu_cli.training.stopping import Until
     from mpu_cli.training.unlearn import UnlearningResult
 
@@ -146,7 +146,7 @@ class UnlearnPlan:
             write_request,
         )
 
-        if manifest is None or result.course is None:
+        if manifest is None or result.course is None or self.options.privacy.public_records:
             return
         command = self.command
         request = Request(
@@ -295,9 +295,15 @@ class Unlearn(Command):
             )
         tasks = self._tasks(copies)
         sources = [source_of(options, data.forget)]
-        if until and not (self.alone or options.privacy.public_records):
-            tasks, data, earlier = self._with_earlier(tasks, data, sources[0], observer)
+        latest = {} if self.alone else _earlier_requests(tasks, sources[0])
+        if until and not options.privacy.public_records:
+            tasks, data, earlier = self._with_earlier(tasks, data, latest, observer)
             sources += earlier
+        elif latest:
+            observer.warn(
+                "these copies have had earlier requests, which are only unlearned together with others by a training "
+                "on private records that stops when it is done: on the server, this delta takes the place of theirs"
+            )
         check_options(options, until.goal if until else None)
         check_logging(self.logging, options.privacy)
         if options.privacy.dp_epsilon is not None:
@@ -305,26 +311,16 @@ class Unlearn(Command):
         return UnlearnPlan(command=self, tasks=tasks, data=data, options=options, until=until, sources=sources)
 
     def _with_earlier(
-        self, tasks: list[UnlearningTask], data: Dataset, source: Source, observer: Observer
+        self, tasks: list[UnlearningTask], data: Dataset, latest: Mapping[str, Request], observer: Observer
     ) -> tuple[list[UnlearningTask], Dataset, list[Source]]:
-        """The tasks and records of all requests on the same copies so far, of which ``source`` is this one, and where
-        those of earlier ones are from.
+        """The tasks and records of all requests on the same copies so far, of which ``latest`` are the last ones, and
+        where those of earlier ones are from.
 
         Raises UsageError if the copies have not had the same requests: they would not be trained identically, and one
         server's copy on the records of requests to another.
         """
-        from mpu_cli.training.requests import (
-            Continuation,
-            default_requests_path,
-            latest_on,
-            read_requests,
-            records_so_far,
-        )
+        from mpu_cli.training.requests import Continuation, records_so_far
 
-        manifests = {
-            task.copy: read_copy_manifest(Path(task.copy)) if Path(task.copy).is_dir() else None for task in tasks
-        }
-        latest = latest_on(read_requests(default_requests_path()), manifests, source)
         added: list[Record] = []
         sources: list[Source] = []
         gone: list[str] = []
@@ -515,6 +511,16 @@ class Unlearn(Command):
             memory=cost.memory.total,
             notes=notes,
         )
+
+
+def _earlier_requests(tasks: Sequence[UnlearningTask], source: Source) -> dict[str, Request]:
+    """The last request on each copy before that for the records of ``source``."""
+    from mpu_cli.training.requests import default_requests_path, latest_on, read_requests
+
+    manifests = {}
+    for task in tasks:
+        manifests[task.copy] = read_copy_manifest(Path(task.copy)) if Path(task.copy).is_dir() else None
+    return latest_on(read_requests(default_requests_path()), manifests, source)
 
 
 def _course(text: str) -> Course:

@@ -133,3 +133,26 @@ def test_requests_on_a_sealed_copy_are_noted_too(mpu: Callable, root: Path) -> N
     checked = mpu("check", "sealed/copy_1.age", "--identity", "client.txt", cwd=root, fails="the copy itself")
     assert "first.jsonl" in checked.err
     assert "second.jsonl" in checked.err
+
+
+@pytest.mark.parametrize("options", [("--epochs", 1), ("--max-steps", 1, "--public-records")])
+def test_a_delta_without_the_earlier_request_says_so(mpu: Callable, root: Path, options: tuple) -> None:
+    """And a private request after it still has the first one in it."""
+    mpu(*unlearn("copy_1", forget="first.jsonl"), cwd=root)
+    write_records(root / "public.jsonl", 4, 5)
+    write_records(root / "public_retain.jsonl", 4, 6)
+    train = (
+        "unlearn",
+        "copy_1",
+        "--retain",
+        "public_retain.jsonl",
+        "--forget",
+        "public.jsonl",
+        "--out",
+        "other",
+        *options,
+    )
+    assert "takes the place of theirs" in mpu(*train, cwd=root).err
+    assert "takes the place of theirs" not in mpu(*train, "--alone", "--force", cwd=root).err
+    again = mpu(*unlearn("copy_1", forget="second.jsonl"), cwd=root)
+    assert "6 records of earlier requests" in again.err
