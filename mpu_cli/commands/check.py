@@ -147,14 +147,17 @@ class Check(Command):
             name: values[name] for name, each in declared_options(Checking).items() if values[name] != each.default
         }
         checking = from_flat(Checking, {name: each for name, each in noted.items() if name in values} | named)
+        # The first copy that they were unlearned on: after a round that did not suffice, later ones know them less, and
+        # lack what that round lost of the others.
+        first = next(each for each in requests if each.sources[0] == request.sources[0])
         if self.before is None:  # a copy that knew more before would make less of what is left
-            with opened_copy(request.copy_path, self.identity, observer) as source_path:
-                if fingerprint(open_model(source_path, links=False).checkpoint) != request.weights:
+            with opened_copy(first.copy_path, self.identity, observer) as source_path:
+                if fingerprint(open_model(source_path, links=False).checkpoint) != first.weights:
                     raise MpuError(
-                        f"{request.copy_path}: not the weights that your request was trained on",
+                        f"{first.copy_path}: not the weights that your request was trained on",
                         "put that copy back, or name one with --before if you know why",
                     )
-        before = self.before or request.copy_path
+        before = self.before or first.copy_path
         named_here = [_from_here(word) for word in (*as_arguments(checking), "--before", before)]
         shown = command_line(*named_here)
         observer.note(f"from your request on copy {request.copy} of run {request.run}: {shown}")

@@ -156,3 +156,13 @@ def test_a_delta_without_the_earlier_request_says_so(mpu: Callable, root: Path, 
     assert "takes the place of theirs" not in mpu(*train, "--alone", "--force", cwd=root).err
     again = mpu(*unlearn("copy_1", forget="second.jsonl"), cwd=root)
     assert "6 records of earlier requests" in again.err
+
+
+def test_check_compares_with_the_copy_from_before_the_first_round(mpu: Callable, root: Path) -> None:
+    """Records that took two rounds are judged by what the first copy knew of them, and of the others."""
+    mpu(*unlearn("copy_1", "copy_2", forget="first.jsonl"), cwd=root)
+    mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=root)
+    mpu("publish", "unlearned", "--copies", 2, "--kappa", 0.001, cwd=root)
+    mpu(*unlearn("round_2/copy_1", "round_2/copy_2", forget="first.jsonl"), cwd=root)
+    checked = mpu("check", "round_2/copy_2", cwd=root, check=False)
+    assert " --before copy_1 " in " ".join(checked.err.split())
