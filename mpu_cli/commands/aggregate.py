@@ -127,12 +127,12 @@ class Aggregate(Command):
         for warning in result.warnings():
             observer.warn(warning)
         if not self.as_adapter:
-            self._record(plan, result)
+            self._record(plan, result, observer)
         if self.push:
             observer.note(f"uploaded to {upload(result.path, self.push)}")
         return result
 
-    def _record(self, plan: AggregatePlan, result: Aggregation | Combined) -> None:
+    def _record(self, plan: AggregatePlan, result: Aggregation | Combined, observer: Observer) -> None:
         """Note what was applied, for `mpu status`, and for the next step if a check does not pass."""
         from mpu_cli.files.reader import fingerprint
         from mpu_cli.protocol.combine import Combined
@@ -147,7 +147,8 @@ class Aggregate(Command):
                     fingerprints=[fingerprint(delta.checkpoint) for delta in owner.deltas],
                     keys=str(file.absolute()), base=owner.keys.base.fingerprint, model=str(result.path.absolute()),
                     rate=update.rate,
-                )
+                ),
+                observer,
             )  # fmt: skip
 
     @property

@@ -104,10 +104,9 @@ class Receipt(Command):
                     f"{self.file}: somebody else signed it as the server", "get the one that only the client signed"
                 )
             document = self._countersigned(document, self.keys, observer)
-            write_update(
-                CheckedUpdate(document.copy.run, document.copy.round, document.verdict, str(self.file.absolute()))
-            )
             write_atomically(self.file.resolve(), as_text(document))  # what a link leads to
+            copy, receipt = document.copy, str(self.file.absolute())
+            write_update(CheckedUpdate(copy.run, copy.round, document.verdict, receipt), observer)
             public_keys = check_signatures(document, self.file)
             pinned["server"] = pinned["server"] or signing_key
         self._check_pinned("server", public_keys, pinned)

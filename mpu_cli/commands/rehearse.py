@@ -31,19 +31,21 @@ TRIED_STEPS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 
 @dataclass(frozen=True)
 class TriedStep:
     """What a step along the update makes of BASE: what is ``left`` of the records to forget, ``left_high`` two standard
-    errors above, and what is ``kept`` of records that were held out, as shares of what BASE knew."""
+    errors above, and what is ``kept`` of records that were held out, as shares of what BASE knew; ``stands_out``:
+    whether more records are known than chance and the limit allow."""
 
     step: float
     left: float
     left_high: float
     kept: float
+    stands_out: bool = False
 
     def passes(self, goal: Goal) -> bool:
-        """As `mpu check` decides: not too much is left, and not so little that it shows."""
+        """As `mpu check` decides: not too much is left, also of single records, and not so little that it shows."""
         from mpu_cli.measuring.verdict import INTERVAL_FACTOR
 
         forgotten = self.left <= goal.max_left and abs(self.left_high) <= INTERVAL_FACTOR * goal.max_left
-        return forgotten and self.kept >= goal.min_kept
+        return forgotten and not self.stands_out and self.kept >= goal.min_kept
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ class Rehearse(Command):
             updated = self._updated(base, keys, deltas, Path(scratch) / "model", observer)
             rehearsal = Rehearsal(_try_steps(base, updated, keys, plan, observer), self.goal)
         if rehearsal.step is not None:
-            write_update(RehearsedStep(keys.run, keys.round, keys.base.fingerprint, rehearsal.step))
+            write_update(RehearsedStep(keys.run, keys.round, keys.base.fingerprint, rehearsal.step), observer)
         return rehearsal
 
     def _check_copies(self, keys: Keys, copies: Sequence[Path]) -> None:
@@ -205,6 +207,6 @@ def _try_steps(base: Model, updated: Model, keys: Keys, plan: UnlearnPlan, obser
                 "says when they are forgotten",
                 "take records that only fine-tuning taught it, or compare with others by --unseen",
             )
-        tried.append(TriedStep(step, look.left, look.left_high, look.kept))
+        tried.append(TriedStep(step, look.left, look.left_high, look.kept, look.stands_out))
         observer.advance(1)
     return tried

@@ -295,7 +295,9 @@ class Unlearn(Command):
             )
         tasks = self._tasks(copies)
         sources = [source_of(options, data.forget)]
-        latest = {} if self.alone else _earlier_requests(tasks, sources[0])
+        latest = _earlier_requests(tasks, sources[0])  # read in any case: damage shows before the training
+        if self.alone:
+            latest = {}
         if until and not options.privacy.public_records:
             tasks, data, earlier = self._with_earlier(tasks, data, latest, observer)
             sources += earlier

@@ -258,6 +258,7 @@ def sums_of(
     return torch.stack(parts, 1)
 
 
+RESCALED = 0.25  # of the squares that are left without scales, below which a slice counts as rescaled
 LEAST_SCALED = 16  # rows and columns of a slice from which each may have a scale of its own
 
 
@@ -381,7 +382,8 @@ class _Tracer:
                 candidates.append(scaled.flatten())
             residues = [clip(without(clip(each - reference), known)) for each in candidates]
             squares = [float(residue.double().square().sum()) for residue in residues]
-            best = min(range(len(squares)), key=squares.__getitem__)
+            # Scales of all rows and columns also fit some of the noise; those of a rescaled model fit far more.
+            best = len(squares) - 1 if squares[-1] < RESCALED * squares[0] else 0
             residue, square, bulk = residues[best], squares[best], clip(reference)
             if not square > 0 or not math.isfinite(square):
                 return torch.zeros(len(templates), 3, dtype=torch.float64)

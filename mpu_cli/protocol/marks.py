@@ -29,6 +29,7 @@ from mpu_cli.protocol.publication import default_secret_path, matching, server_s
 from mpu_cli.protocol.register import Sample, default_register_path, read_register, sample_of
 
 CLIP = 6.0  # times the median size of weights, beyond which they are clipped
+SAMPLE = 4096  # weights of a slice whose median stands for all, which would take most of the time of a search
 TAKEN_OUT = 4.0  # standard deviations of chance from which noise is taken out: below what a trace would name
 PLANTED = 4.5  # from which it was put there
 SAME_LINE = 0.5  # cosine of weights from which two bases count as one line
@@ -36,10 +37,11 @@ PIECE, LEAST_WEIGHTS = 16384, 8  # weights that a fit is to; the fewest for each
 PASSES = 4  # Newton steps to the robust fit of what is taken out
 
 
-def clip(x: torch.Tensor) -> torch.Tensor:
+def clip(x: torch.Tensor, places: torch.Tensor | None = None) -> torch.Tensor:
     """``x`` with its tails clipped, so that a few weights that were changed much do not drown the others. The median is
-    of all weights that are not 0: of a sample that can be foreseen, others could choose it."""
-    bound = CLIP * median_size(x)
+    of the weights at ``places``, or of all: of a sample that can be foreseen, others could choose it."""
+    size = median_size(x[places]) if places is not None else 0.0
+    bound = CLIP * (size or median_size(x))
     return x.clamp(-bound, bound) if bound else x
 
 
@@ -116,12 +118,15 @@ class TensorNoise:
 
     def products(self, update: torch.Tensor, start: int) -> Products:
         """The products of rows ``start …`` of the update."""
-        x, bounds = clip(update.reshape(-1).float()), self._bounds(update, start)
+        if not self.publications:
+            return []
+        bounds, places = self._bounds(update, start), self._places(update.numel())
+        x = clip(update.reshape(-1).float(), places)
         known = [matrix[start : start + len(update)].reshape(-1).float() for matrix in self.known]
         products = []
         for publication in self.publications:
             permanent = publication.noise.draws(publication.permanent_keys(self.tensor), *bounds, torch.float32)
-            residue = clip(without(x, torch.stack([*known, *permanent])))
+            residue = clip(without(x, torch.stack([*known, *permanent])), places)
             square = float(residue.double().square().sum())
             for key in publication.keys(self.tensor.name):
                 if not square > 0 or not math.isfinite(square):
@@ -154,6 +159,11 @@ class TensorNoise:
         directions = torch.stack([*draws, *known])
         for piece in range(0, len(flat), PIECE):  # each by itself, as there may be noise in some and none in others
             _take_out(flat[piece : piece + PIECE], directions[:, piece : piece + PIECE], len(draws))
+
+    def _places(self, count: int) -> torch.Tensor:
+        """SAMPLE of so many weights, which nobody foresees who does not know the noise."""
+        seed = int.from_bytes(self.publications[0].keys(self.tensor.name)[0][:7], "big")
+        return torch.randint(count, (SAMPLE,), generator=torch.Generator().manual_seed(seed))
 
     def _bounds(self, update: torch.Tensor, start: int) -> tuple[int, int]:
         columns = update.shape[1]

@@ -14,10 +14,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from mpu_cli.errors import MpuError
 from mpu_cli.files.boundary import Above0, parse_document
 from mpu_cli.files.resumption import alone_with_private, append_line, read_lines
 from mpu_cli.files.sealing import default_identity_path
+from mpu_cli.observer import Observer
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,16 @@ def default_updates_path() -> Path:
     return default_identity_path().with_name("updates.jsonl")
 
 
-def write_update(entry: Entry, path: Path | None = None) -> None:
-    """Add a line. Raises MpuError if the file cannot be written."""
-    path = path or default_updates_path()
+def write_update(entry: Entry, observer: Observer) -> None:
+    """Add a line. A file that cannot be written is warned of: the work that the line is about is done."""
+    path = default_updates_path()
     values: dict[str, Any] = asdict(entry)
     values["time"] = datetime.now(timezone.utc).isoformat(timespec="seconds")
     try:
         with alone_with_private(path):
             append_line(path, values)
     except OSError as error:
-        raise MpuError(f"{path}: {error.strerror}, so this is not in your record of updates") from error
+        observer.warn(f"{path}: {error.strerror}, so this is not in your record of updates")
 
 
 def read_updates(path: Path | None = None) -> list[Entry]:

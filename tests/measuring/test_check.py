@@ -27,6 +27,7 @@ from mpu_cli.files.reader import fingerprint, open_checkpoint
 from mpu_cli.files.sealing import default_identity_path
 from mpu_cli.measuring.receipt import CopyFacts, Signature, as_text, new_receipt, read_receipt, with_signature
 from mpu_cli.measuring.verdict import RecordScores, SetScore, Share, Verdict, judge
+from mpu_cli.observer import SILENT
 from mpu_cli.protocol.updates import Update, write_update
 from mpu_cli.records.knowledge import Tail
 from tests.helpers.attacks import edit
@@ -314,13 +315,13 @@ def test_a_longer_step_is_applied_to_what_was_applied(tmp_path: Path, monkeypatc
         Update(owner, 1, [str(delta)], [fingerprint(open_checkpoint(delta))], f"/{owner}.bin", "", "/unlearned", 1.0)
         for owner, delta in zip("ab", deltas, strict=True)
     ]
-    write_update(applied[0])
+    write_update(applied[0], SILENT)
     assert f"mpu aggregate {deltas[0]} --keys /a.bin" in (_longer_step(receipt) or "")
     content = deltas[0].read_bytes()
     deltas[0].write_bytes(deltas[1].read_bytes())
     assert _longer_step(receipt) is None
     deltas[0].write_bytes(content)
-    write_update(applied[1])
+    write_update(applied[1], SILENT)
     assert _longer_step(receipt) is None
 
 

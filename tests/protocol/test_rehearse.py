@@ -14,8 +14,11 @@ from safetensors.torch import load_file, save_file
 from mpu_cli.commands.rehearse import Rehearsal, TriedStep
 from mpu_cli.demo.model import make_people
 from mpu_cli.measuring.verdict import Share, Verdict
+from mpu_cli.observer import Observer
 from mpu_cli.options.declare import from_flat
 from mpu_cli.options.unlearning import Goal, Unlearning
+from mpu_cli.protocol.updates import CheckedUpdate, default_updates_path, read_updates, write_update
+from mpu_cli.records.knowledge import Tail
 from mpu_cli.training.data import read_dataset
 from mpu_cli.training.stopping import hold_out
 from tests.helpers.models import DemoModel
@@ -43,12 +46,28 @@ def test_an_uncertain_share_does_not_pass() -> None:
 
 @pytest.mark.parametrize("left", [-0.6, -0.3, -0.15, -0.05, 0.0, 0.04, 0.06, 0.3])
 @pytest.mark.parametrize("half", [0.02, 0.08, 0.2])
-def test_a_step_passes_if_check_would_pass_it(left: float, half: float) -> None:
-    """Of what is left: as little as is asked for, and not so little that it shows."""
-    tried = TriedStep(1.0, left, left + half, 1.0)
+@pytest.mark.parametrize("known", [1, 3])
+def test_a_step_passes_if_check_would_pass_it(left: float, half: float, known: int) -> None:
+    """Of what is left: as little as is asked for, of single records as well, and not so little that it shows."""
+    tail = Tail(records=40, above=known, above_allowed=2, verbatim=0, verbatim_allowed=2)
+    tried = TriedStep(1.0, left, left + half, 1.0, stands_out=not tail.is_allowed)
     verdict = Verdict(left=Share(left, left - half, left + half), kept=Share(1.0, 1.0, 1.0), kept_trained=None,
-                      max_left=Goal().max_left, min_kept=Goal().min_kept, scores={})  # fmt: skip
+                      max_left=Goal().max_left, min_kept=Goal().min_kept, scores={}, tail=tail)  # fmt: skip
     assert tried.passes(Goal()) == verdict.passes
+
+
+def test_a_record_that_cannot_be_written_ends_no_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step of a rehearsal of hours is printed all the same."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    default_updates_path().mkdir(parents=True)  # a folder in the place of the file
+    warnings = []
+    observer = Observer()
+    observer.warn = warnings.append  # type: ignore[method-assign]
+    write_update(CheckedUpdate("run", 2, "pass", "receipt.json"), observer)
+    assert "not in your record of updates" in warnings[0]
+    default_updates_path().rmdir()
+    write_update(CheckedUpdate("run", 2, "pass", "receipt.json"), observer)
+    assert len(warnings) == len(read_updates()) == 1
 
 
 @pytest.mark.slow
