@@ -31,6 +31,7 @@ from tests.helpers.models import load, random_model, save, write_records
 from tests.helpers.paths import ROOT
 from tests.helpers.shapes import make
 from tests.helpers.stopping import stop_when
+from tests.helpers.trainings import BRIEF
 
 
 @pytest.fixture
@@ -533,3 +534,30 @@ def test_lines_of_progress_say_how_long_it_will_take(monkeypatch: pytest.MonkeyP
     assert [int(left) for _, left in done_and_left] == [49, 38, 27, 16, 5]
     for done, left in done_and_left:
         assert abs(60 * (1 - int(done) / 100) - int(left)) < 1
+
+
+@pytest.mark.slow
+def test_a_module_in_the_current_folder_is_not_imported(tmp_path: Path) -> None:
+    from mpu_cli.subprocesses import python_command, safe_environment
+
+    for module in ("multiprocessing", "torch", "json", "mpu_cli", "tokenizers"):
+        (tmp_path / module).mkdir()
+        (tmp_path / module / "__init__.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    for entry in (("mpu_cli.entry", "main", "--version"), ("mpu_cli.flower.watch", "serve", "0")):
+        subprocess.run(
+            python_command(*entry), cwd=tmp_path, env=safe_environment(), input=b"", capture_output=True,
+            check=False, timeout=120,
+        )  # fmt: skip
+    assert not (tmp_path / "ran").exists()
+
+
+def test_out_may_be_a_directory(mpu: Callable, root: Path) -> None:
+    assert mpu("unlearn", "base", *BRIEF, "--out", "new/", cwd=root).out == "new/base.safetensors\n"
+    (root / "there").mkdir()
+    assert mpu("unlearn", "base", *BRIEF, "--out", "there", cwd=root).out == "there/base.safetensors\n"
+
+
+def test_a_delta_gets_its_suffix(mpu: Callable, root: Path) -> None:
+    assert mpu("unlearn", "base", *BRIEF, "--out", "mine", cwd=root).out == "mine.safetensors\n"
+    mpu("unlearn", "base", *BRIEF, "--out", "mine.bin", refused="use mine.safetensors", cwd=root)
+    assert not (root / "mine.bin").exists()

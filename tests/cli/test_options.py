@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -12,6 +13,7 @@ import struct
 import subprocess
 import sys
 import termios
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import fields
@@ -20,9 +22,12 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from rich.console import Console
+from rich.progress import Progress
 from safetensors.torch import save_file
 
 from mpu_cli.cli.main import COMMANDS, app
+from mpu_cli.cli.output import progress_columns
 from mpu_cli.commands.unlearn import Unlearn
 from mpu_cli.files.manifest import DeltaManifest, as_metadata, delta_facts
 from mpu_cli.files.reader import OPTION
@@ -336,3 +341,39 @@ def test_a_bad_value_is_said_to_be_the_variables(mpu, monkeypatch, tmp_path, val
     refused = mpu("unlearn", "copy_1", "--epochs=-1", check=False, cwd=tmp_path)
     assert "--epochs" in refused.err
     assert "MPU_UNLEARN_EPOCHS" not in refused.err
+
+
+def test_quiet_leaves_results_and_warnings(mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("publish", "base", "--copies", 2, "--kappa", 0.3, "--force")
+    loud = mpu(*command, cwd=root)
+    warnings = [line for line in loud.err.splitlines() if line.startswith("warning: ")]
+    assert warnings
+    assert len(warnings) < len(loud.err.splitlines())
+    for quiet in (("--quiet", *command), (*command, "--quiet")):
+        outcome = mpu(*quiet, cwd=root)
+        assert (outcome.out, outcome.err.splitlines()) == (loud.out, warnings)
+        monkeypatch.delenv("MPU_QUIET")  # which --quiet sets, for the processes that a command starts
+    monkeypatch.setenv("MPU_QUIET", "1")
+    assert mpu(*command, cwd=root).err.splitlines() == warnings
+
+
+def test_stages_add_up_to_the_command(mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--profile, anywhere on the line: each stage once, in no more time than the command took."""
+    started = time.monotonic()
+    outcome = mpu("publish", "base", "--copies", 2, "--kappa", 0.3, "--force", "--profile", cwd=root)
+    elapsed = time.monotonic() - started
+    monkeypatch.delenv("MPU_PROFILE")  # which it sets, for the processes that a command starts
+    stages = dict(re.findall(r"^profile: (.+): ([\d.]+) s$", outcome.err, re.M))
+    assert {"loading", "publish"} <= stages.keys()
+    assert 0 < sum(map(float, stages.values())) <= elapsed + 0.01 * len(stages)
+    assert "profile:" not in mpu("publish", "base", "--copies", 2, "--kappa", 0.3, "--force", cwd=root).err
+
+
+@pytest.mark.parametrize("width", [60, 80])
+def test_times_stay_on_narrow_terminals(width: int) -> None:
+    text = io.StringIO()
+    console = Console(width=width, file=text, force_terminal=True, color_system=None)
+    bar = Progress(*progress_columns("unlearn copy_1", "steps"), console=console, auto_refresh=False, expand=True)
+    bar.add_task("", total=300, completed=123.0, text="loss 1.234 = forget 0.234 retain 1.000")
+    console.print(bar.get_renderable())
+    assert re.search(r"unlearn copy_1 .*123.0/300 steps 0:00:00 left -:--:-- loss", text.getvalue())

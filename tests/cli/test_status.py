@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
+import re
 import shlex
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
 
 from mpu_cli.commands.status import Account, Round
 from mpu_cli.measuring.receipt import ServerCheck, as_text, public_key_of, read_receipt, with_signature
 from mpu_cli.protocol.publication import server_secret
 from mpu_cli.training.delta import own_client_secret
 from mpu_cli.wording import command_line
-from tests.helpers.attacks import edit, publish_copy
+from tests.helpers.attacks import CHECK, check_receipt, edit, publish_copy, unlearn_copy
+from tests.helpers.models import random_model, save
 
 NAMES = ("--trust-copy", "--algo=os:system", "-", "-f", "copy 1; ls", "$(ls)")
 
@@ -56,7 +62,6 @@ def test_the_printed_command_trains_the_copies_that_have_odd_names(mpu: Callable
 
 
 STRANGER = bytes(range(32))  # a secret
-CHECK = ("--forget", "forget.jsonl", "--retain", "retain.jsonl")
 
 
 @pytest.fixture
@@ -111,3 +116,85 @@ def test_a_server_is_asked_whose_receipt_it_countersigns(mpu: Callable, root: Pa
     [step] = [step for step in steps if "mpu receipt" in step]
     assert "--client-key" in step
     assert public_key_of("client", STRANGER) in mpu("status", cwd=root).out
+
+
+class TestStatus:
+    def test_a_forged_receipt_ends_nothing(self, mpu: Callable, root: Path) -> None:
+        path = check_receipt(mpu, root)
+        receipt = json.loads(path.read_text())
+        assert "nobody" not in mpu("status", root).out
+        key = {"public_key": "1" * 64, "signature": "2" * 128}
+        passes = {"left": 0, "left_high": 0, "kept": 100, "verdict": "pass: forgotten, the rest is kept",
+                  "sets": ["forget", "unseen", "retain"], "stands_out": False}  # fmt: skip
+        checked = {"date": receipt["date"], "model": None}
+        path.write_text(json.dumps(receipt | passes | {"client": key, "server": key, "checked": checked}))
+        mpu("receipt", path, fails="")
+        status = mpu("status", root).out
+        assert "nobody" not in status
+        assert "receipts that prove nothing\treceipt.json" in status
+        assert "nobody" in mpu("inspect", path, "--json").json["signed by"]
+
+    def test_names_of_files_are_no_lines(self, mpu: Callable, root: Path) -> None:
+        publish_copy(mpu, root)
+        (root / "x\nnext\tserver: \x1b[2J.safetensors").write_bytes(b"x")
+        out = mpu("status", root).out
+        assert sum(line.startswith("next\t") for line in out.splitlines()) == 1
+        assert "\x1b" not in out
+
+    def test_a_million_copies_are_not_listed(self, mpu: Callable, root: Path) -> None:
+        publish_copy(mpu, root)
+        unlearn_copy(mpu, root, root / "copy_1", "d")
+        with safe_open(root / "d.safetensors", "pt") as file:
+            facts = json.loads(file.metadata()["mpu"])
+        for number in range(20):
+            metadata = {"mpu": json.dumps(facts | {"copies": 10**6, "run": f"run{number}"})}
+            save_file({"a": torch.ones(1)}, root / f"d{number}.safetensors", metadata)
+        assert len(mpu("status", root).out) < 10_000
+        assert len(mpu("inspect", root).out) < 10_000
+
+
+def test_a_folder_says_what_is_next(mpu: Callable, root: Path) -> None:
+    """`mpu status` names copies, deltas and keys of each round, whose turn it is, and the command that comes next;
+    `mpu inspect .` says the same."""
+    mpu("publish", "base", "--copies", 2, "--kappa", 0.01, cwd=root)
+    training = ("--algo", "gradascent", "--epochs", 1, "--forget", "forget.jsonl")
+    steps = {
+        "mpu unlearn copy_1 copy_2 --out deltas/": ("copy_1",),
+        "mpu unlearn copy_2 --out deltas/": ("copy_2",),
+    }
+    for expected, copies in steps.items():
+        said = mpu("status", cwd=root).out
+        assert said.splitlines()[-1] == f"next\tclient: {expected}"
+        assert "keys.bin" in said
+        mpu("unlearn", *copies, *training, cwd=root)
+    assert mpu("status", cwd=root).out.endswith("next\tserver: mpu aggregate deltas --keys keys.bin\n")
+    assert [each["turn"] for each in mpu("status", "--json", cwd=root).json["next"]] == ["server"]
+    assert "server: mpu aggregate deltas --keys keys.bin" in mpu("inspect", ".", cwd=root).out
+    (root / "keys.bin").rename(root.parent / "elsewhere.bin")
+    assert mpu("status", cwd=root).out.endswith("next\tclient: return the deltas to the model's owner\n")
+    (root / "copy_9").mkdir()
+    (root / "copy_9/config.json").write_text("{")
+    assert "copy_9 (" in mpu("inspect", ".", "--json", cwd=root).json["not readable"][0]
+
+
+def test_a_folder_for_each_client_is_looked_into(mpu: Callable, root: Path) -> None:
+    """`publish --out hospital --keys hospital.bin` leaves copies where `status` finds them; models that lie deeper, as
+    the demo's do, are not the request's."""
+    mpu("publish", "base", "--copies", 2, "--out", "hospital", "--keys", "hospital.bin", cwd=root)
+    save(random_model("llama"), root / "demo/models/target")
+    account = mpu("status", "--json", cwd=root).json
+    assert (account["other"], account["keys"]) == ({"models": ["base"]}, ["hospital.bin"])
+    assert account["rounds"][0]["made"] == {"1": "hospital/copy_1", "2": "hospital/copy_2"}
+    assert account["next"][0]["step"] == "mpu unlearn hospital/copy_1 hospital/copy_2 --out deltas/"
+
+
+def test_what_is_next_can_be_pasted(mpu: Callable, root: Path) -> None:
+    """From another folder, with spaces in the path: the commands that `status` prints lead to the new model."""
+    folder = root / "my round"
+    mpu("publish", "base", "--copies", 2, "--kappa", 0.01, "--out", folder, "--keys", folder / "keys.bin", cwd=root)
+    missing = {"unlearn": ("--algo", "gradascent", "--epochs", 1), "aggregate": ()}
+    for command, options in missing.items():
+        [step] = re.findall(r"next\t\w+: (mpu .+)", mpu("status", "my round", cwd=root).out)
+        assert shlex.split(step)[1] == command
+        mpu(*shlex.split(step)[1:], *options, cwd=root)
+    assert (root / "unlearned/model.safetensors").exists()

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -122,3 +123,43 @@ def test_state_space_models_fetch_no_kernels(tmp_path: Path, family: str) -> Non
         check=False,
     )
     assert done.stdout.endswith("trained\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"transformers_weights": "x"}, {"auto_map": {"AutoModel": "x.y"}}, {"_name_or_path": "/home/a"},
+        {"attn_implementation": "owner/kernel"}, {"_attn_implementation": "x"}, {"experts_implementation": "x"},
+        {"quantization_config": {"quant_method": "bitsandbytes"}}, {"name_or_path": "../x"},
+        {"text_config": {"_name_or_path": "/x", "transformers_weights": "y"}}, {"hidden_act": "/etc/passwd"},
+        {"architectures": ["../../x"]}, {"hidden_act": "owner/repo"}, {"unheard_of": 1},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_nothing_of_a_config_that_libraries_would_obey(value: dict) -> None:
+    cleaned = clean_config({"model_type": "llama", **value})
+    assert json.dumps(cleaned) in (
+        '{"model_type": "llama"}', '{"model_type": "llama", "text_config": {}}',
+    )  # fmt: skip
+
+
+class TestNamesThatStandTwice:
+    """A million of them are found out in one pass; with a look at all names for each name, these take an hour."""
+
+    names = ",".join(f'"{i}": 1' for i in range(200_000))
+
+    @pytest.mark.parametrize("command", [("receipt",), ("inspect",)])
+    def test_in_a_document(self, mpu: Callable, root: Path, command: tuple[str, ...]) -> None:
+        (root / "r.json").write_text('{"format": "mpu-receipt",' + self.names + ',"199999": 2}')
+        mpu(*command, "r.json", refused="twice", cwd=root)
+
+    def test_in_records(self, mpu: Callable, root: Path) -> None:
+        (root / "r.jsonl").write_text("{" + self.names + ',"199999": 2}\n')
+        (root / "r.csv").write_text(",".join(map(str, range(100_000))) + ",99999\n")
+        mpu("check", "base", "--forget", "r.jsonl", refused="twice", cwd=root)
+        mpu("check", "base", "--forget", "r.csv", refused="two columns", cwd=root)
+
+    def test_in_the_header_of_weights(self, mpu: Callable, root: Path) -> None:
+        header = ("{" + self.names + ',"199999": 2}').encode()
+        (root / "d.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        mpu("inspect", "d.safetensors", refused="twice", cwd=root)

@@ -9,6 +9,8 @@ import signal
 import struct
 import subprocess
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import huggingface_hub
 import numpy as np
@@ -20,10 +22,11 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from mpu_cli.errors import MpuError
-from mpu_cli.files.reader import ITEM_SIZE, TORCH, fingerprint, open_checkpoint
+from mpu_cli.files.reader import ITEM_SIZE, MAX_HEADER, TORCH, fingerprint, open_checkpoint
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import CheckpointWriter
 from mpu_cli.model.source import locate
+from tests.helpers.attacks import publish_copy, unlearn_copy
 
 relaxed = settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -458,3 +461,10 @@ class TestLeftovers:
         assert {path.name for path in tmp_path.iterdir()} == {
             *names, "elsewhere", ".copy.abcdefgh.partial", "copy"
         }  # fmt: skip
+
+
+def test_a_header_that_fills_the_memory(mpu: Callable, root: Path) -> None:
+    copy = publish_copy(mpu, root)
+    path = copy / "model.safetensors"
+    path.write_bytes((MAX_HEADER + 1).to_bytes(8, "little") + b"[" * (MAX_HEADER + 1))
+    unlearn_copy(mpu, root, copy, "d", fails="header is longer")

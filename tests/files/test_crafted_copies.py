@@ -1,10 +1,11 @@
-"""Copies that are made to make a delta tell more of the records."""
+"""Copies made to read the client's disk, to fill its memory, or to make a delta tell more of the records."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,24 @@ import torch
 from safetensors.torch import load_file, save_file
 from sklearn.metrics import roc_auc_score
 
+from mpu_cli.errors import MpuError
 from mpu_cli.files.reader import open_checkpoint
+from mpu_cli.model import load as loading
+from mpu_cli.model.source import Model, open_model
 from mpu_cli.records.encode import Encoding, Example
 from mpu_cli.records.read import read_records
 from mpu_cli.training.copycheck import against_others, ffn_units
 from mpu_cli.training.leakage import moved_rows
 from mpu_cli.training.ledger import LedgerEntry, default_ledger_path
-from tests.helpers.attacks import TRAINING, edit, publish_copy, unlearn_copy
+from tests.helpers.attacks import (
+    CHECK,
+    TRAINING,
+    edit,
+    publish_copies,
+    publish_copy,
+    treat_word_differently,
+    unlearn_copy,
+)
 from tests.helpers.models import VOCABULARY, DemoModel, load, random_model, save, write_records
 from tests.helpers.paths import example
 
@@ -228,6 +240,27 @@ class TestACraftedCopy:
         assert rows_along_states(tmp_path / "d.safetensors") >= 20
         assert rows_along_states(tmp_path / "honest.safetensors") == 0
 
+    def test_a_copy_that_reads_a_word_differently_is_refused_before_a_record_is_read(
+        self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Whether the word is in the records or not: the refusal follows from the files."""
+        honest, crafted = publish_copies(mpu, root)
+        unlearn_copy(mpu, root, honest, "1")
+        treat_word_differently(crafted)
+
+        def read(*_: object) -> None:
+            raise AssertionError("a record was read")
+
+        monkeypatch.setattr(Encoding, "encode_each", read)
+        unlearn_copy(mpu, root, crafted, "2", fails="is not that of another copy of the round", status=1)
+
+    def test_a_normalizer_is_seen_by_like(self, mpu: Callable, root: Path) -> None:
+        """The records need not show it: the files' content is compared."""
+        honest, _ = publish_copies(mpu, root)
+        normalizer = {"type": "Replace", "pattern": {"String": "w99"}, "content": "w98"}
+        edit(honest / "tokenizer.json", normalizer=normalizer)
+        unlearn_copy(mpu, root, honest, "1", "--public", "base", fails="'normalizer'", status=1)
+
 
 class TestACopyThatFailsOnAWord:
     """Whether it failed would tell the server what the records say."""
@@ -270,3 +303,142 @@ class TestACopyThatFailsOnAWord:
         unlearn_copy(mpu, root, copy, "d", "--trust-copy", refused="only NaN or Inf")
         unlearn_copy(mpu, root, copy, "d", "--dp-epsilon", 8, "--trust-copy")
         assert all(tensor.isfinite().all() for tensor in load_file(root / "d.safetensors").values())
+
+
+class TestACopyThatReadsTheClientsDisk:
+    @pytest.fixture
+    def private(self, root: Path) -> Path:
+        """Another model that the client can read, of the same shapes."""
+        return save(random_model("llama", seed=9), root / "private")
+
+    @pytest.mark.parametrize("absolute", [True, False])
+    def test_a_config_that_names_other_weights(self, mpu: Callable, root: Path, private: Path, absolute: bool) -> None:
+        copy = publish_copy(mpu, root)
+        unlearn_copy(mpu, root, copy, "honest")
+        measured = ["--benchmark", "qa", "--forget", "forget.jsonl", "--metrics", "forget_Q_A_Prob", "--json"]
+        expected = mpu("eval", copy, *measured, "--out", "a.json", cwd=root).json["metrics"]
+        file = str(private / "model.safetensors") if absolute else "../private/model.safetensors"
+        index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(private / "model.safetensors"), file)}
+        (copy / "other.safetensors.index.json").write_text(json.dumps(index))
+        edit(copy / "config.json", transformers_weights="other.safetensors.index.json")
+        unlearn_copy(mpu, root, copy, "attacked", "--trust-copy")  # it is not the copy of before
+        assert (root / "attacked.safetensors").read_bytes() == (root / "honest.safetensors").read_bytes()
+        assert mpu("eval", copy, *measured, "--out", "b.json", cwd=root).json["metrics"] == expected
+
+    @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "mpu.json"])
+    def test_a_link_in_place_of_a_file(self, mpu: Callable, root: Path, private: Path, name: str) -> None:
+        copy = publish_copy(mpu, root)
+        target = private / name
+        if name == "mpu.json":
+            target.write_text((copy / name).read_text())
+        (copy / name).unlink()
+        (copy / name).symlink_to(target)
+        unlearn_copy(mpu, root, copy, "d", refused="is a link", status=1)
+        assert not (root / "d.safetensors").exists()
+
+    def test_links_of_the_hubs_cache_are_files(self, mpu: Callable, root: Path) -> None:
+        copy = publish_copy(mpu, root)
+        cache = root / "models--owner--name"
+        (cache / "blobs").mkdir(parents=True)
+        (cache / "snapshots").mkdir()
+        snapshot = cache / "snapshots/0123abc"
+        snapshot.mkdir()
+        for number, path in enumerate(sorted(copy.iterdir())):
+            path.rename(cache / f"blobs/{number}")
+            (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+        unlearn_copy(mpu, root, snapshot, "d")
+        (cache / "blobs/0").rename(root / "elsewhere")
+        (cache / "blobs/0").symlink_to(root / "elsewhere")
+        assert "is a link" in unlearn_copy(mpu, root, snapshot, "d", check=False).err
+        (cache / "blobs/0").unlink()
+        (root / "elsewhere").rename(cache / "blobs/0")
+        (cache / "blobs").rename(root / "private_folder")
+        (cache / "blobs").symlink_to(root / "private_folder")
+        assert "is a link" in unlearn_copy(mpu, root, snapshot, "d", check=False).err
+
+    def test_a_quantised_copy(self, mpu: Callable, root: Path) -> None:
+        copy = publish_copy(mpu, root)
+        edit(copy / "config.json", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+        assert "quantis" in unlearn_copy(mpu, root, copy, "d", check=False).err
+
+    def test_weights_that_change_between_check_and_use(
+        self, mpu: Callable, root: Path, private: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Another file under the name once its header was read: what was loaded is compared with what was opened."""
+        copy, read = publish_copy(mpu, root), loading.AutoConfig.from_pretrained
+
+        def swap(*arguments: object, **options: object) -> object:
+            os.replace(private / "model.safetensors", copy / "model.safetensors")
+            monkeypatch.setattr(loading.AutoConfig, "from_pretrained", read)
+            return read(*arguments, **options)
+
+        opened = open_checkpoint(copy / "model.safetensors")
+        opened.tensor("model.norm.weight")  # mapped, as it is once its fingerprint was taken
+        monkeypatch.setattr(loading.AutoConfig, "from_pretrained", swap)
+        copy_model = open_model(str(copy))
+        model = Model(copy_model.source, opened, copy_model.config, copy_model.config_path, copy_model.folder)
+        with pytest.raises(MpuError, match="differs from this file"):
+            loading.load(model, torch.float32, "cpu")
+
+
+class TestWhatFillsTheMachine:
+    def test_a_config_larger_than_the_weights(self, mpu: Callable, root: Path) -> None:
+        copy = publish_copy(mpu, root)
+        edit(copy / "config.json", vocab_size=30_000_000)
+        started = time.monotonic()
+        unlearn_copy(mpu, root, copy, "d", refused="describes a model of")
+        assert time.monotonic() - started < 20
+
+    def test_a_config_with_more_layers_than_weights(self, mpu: Callable, root: Path) -> None:
+        """Libraries build them before they look."""
+        copy = publish_copy(mpu, root)
+        for name, value in (("num_hidden_layers", 10**9), ("max_position_embeddings", 10**12)):
+            edit(copy / "config.json", **{name: value})
+            (copy / "mpu.json").unlink(missing_ok=True)  # as a model of the client's own would be
+            refused = mpu("eval", copy, "--benchmark", "qa", "--forget", "forget.jsonl", check=False, cwd=root)
+            assert refused.status == 1
+            assert refused.is_one_error
+            edit(copy / "config.json", **{name: 2 if name == "num_hidden_layers" else 256})
+
+    def test_layers_of_nothing(self, mpu: Callable, root: Path) -> None:
+        """Empty tensors do not count for the number of layers that a config may ask for."""
+        honest, _ = publish_copies(mpu, root)
+        weights = load_file(honest / "model.safetensors")
+        metadata = open_checkpoint(honest / "model.safetensors").metadata
+        save_file(
+            {**weights, **{f"x.{i}": torch.zeros(0) for i in range(4000)}}, honest / "model.safetensors", metadata
+        )
+        edit(honest / "config.json", num_hidden_layers=3000)
+        unlearn_copy(mpu, root, honest, "d", fails="num_hidden_layers is 3,000, more than", status=1)
+
+
+class TestACopyThatIsNotLookedAt:
+    @pytest.mark.slow
+    def test_fewer_records_than_it_takes(self, mpu: Callable, root: Path) -> None:
+        for name in ("forget", "retain"):
+            (root / f"{name}.jsonl").write_text('{"question": "w3", "answer": "w4"}\n')
+        refused = mpu("unlearn", "base", "--algo", "graddiff", check=False, cwd=root)
+        assert (refused.status, "cannot be looked at for traps: that takes 4 records" in refused.err) == (1, True)
+        mpu("unlearn", "base", "--algo", "graddiff", "--trust-copy", cwd=root)
+
+    def test_a_foreign_architecture(self, mpu: Callable, root: Path) -> None:
+        from transformers import BertConfig, BertLMHeadModel
+
+        config = BertConfig(
+            vocab_size=96, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+            is_decoder=True, bos_token_id=0, eos_token_id=1, pad_token_id=2,
+        )  # fmt: skip
+        BertLMHeadModel(config).save_pretrained(root / "bert")
+        for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+            (root / "bert" / file).write_bytes((root / "base" / file).read_bytes())
+        mpu("unlearn", "bert", "--algo", "graddiff", fails="is not an architecture of mpu's", status=1, cwd=root)
+
+
+class TestACopyThatComputesNothing:
+    def test_it_is_said_and_not_written_down(self, mpu: Callable, root: Path) -> None:
+        copy = publish_copy(mpu, root)
+        edit(copy / "config.json", rope_parameters={"rope_type": "default", "rope_theta": 0})
+        unlearn_copy(mpu, root, copy, "d", refused="only NaN or Inf")
+        mpu("check", "copy_1", *CHECK, refused="only NaN or Inf", cwd=root)
+        assert "NaN" not in default_ledger_path().read_text()
+        assert not list(root.glob("d.safetensors*"))

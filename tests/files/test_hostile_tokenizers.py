@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import resource
+import shutil
 import subprocess
 import sys
 import time
@@ -24,8 +26,8 @@ from mpu_cli.options.unlearning import Unlearning
 from mpu_cli.records import forms
 from mpu_cli.records.read import read_records
 from mpu_cli.training.data import Dataset, encoded_sets
-from tests.helpers.attacks import edit, publish_copy, unlearn_copy
-from tests.helpers.models import DemoModel, load
+from tests.helpers.attacks import edit, publish_copies, publish_copy, unlearn_copy
+from tests.helpers.models import DemoModel, load, random_model, save
 
 
 class TestAChatTemplateThatNeverEnds:
@@ -67,6 +69,19 @@ class TestAChatTemplateThatNeverEnds:
             for prompt in (True, False):
                 texts = forms.render(tokenizer, end, generation_prompt=prompt)
                 assert texts == tokenizer.apply_chat_template(end, add_generation_prompt=prompt, tokenize=False)
+
+    def test_a_template_of_any_length(self, mpu: Callable, root: Path) -> None:
+        """It would be sent to the process that renders with each record."""
+        copy = publish_copy(mpu, root)
+        (copy / "chat_template.jinja").write_text("x" * 300_000)
+        assert "larger than" in unlearn_copy(mpu, root, copy, "d", check=False).err
+
+    def test_a_special_token_cannot_replace_the_template(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        _, tokenizer = load(root / "base", torch.float32, "cpu")
+        named = {"chat_template": "w9", "add_generation_prompt": "w8", "messages": "w7"}
+        monkeypatch.setattr(type(tokenizer), "special_tokens_map", property(lambda _: named))
+        [text] = forms.render(tokenizer, [[{"role": "user", "content": "w4"}]], generation_prompt=False)
+        assert "w4" in str(text)
 
 
 class TestAClassByName:
@@ -185,6 +200,51 @@ class TestATokenizerThatNeverEnds:
         edit(copy / "tokenizer_config.json", chat_template=listed)
         unlearn_copy(mpu, root, copy, "d", refused="template", status=1)
 
+    def test_a_tokenizer_that_names_files(self, mpu: Callable, root: Path) -> None:
+        """Paths in tokenizer_config.json are not followed, code and unknown names are left out."""
+        copy = publish_copy(mpu, root)
+        unlearn_copy(mpu, root, copy, "honest")
+        shutil.copy(copy / "tokenizer.json", root / "secret.json")
+        edit(copy / "tokenizer_config.json", tokenizer_file=str(root / "secret.json"),
+             vocab_file="/etc/passwd", auto_map={"AutoTokenizer": ["evil.py--Evil", None]})  # fmt: skip
+        (copy / "evil.py").write_text(f"open({str(root / 'ran')!r}, 'w')")
+        unlearn_copy(mpu, root, copy, "attacked", "--trust-copy")  # it is not the copy of before
+        assert (root / "attacked.safetensors").read_bytes() == (root / "honest.safetensors").read_bytes()
+        assert not (root / "ran").exists()
+
+    def test_added_tokens_without_end(self, mpu: Callable, root: Path) -> None:
+        honest, _ = publish_copies(mpu, root)
+        (honest / "added_tokens.json").write_text(json.dumps({f"t{i}": 96 + i for i in range(30_000)}))
+        unlearn_copy(mpu, root, honest, "d", fails="30,000 added tokens", status=1)
+
+    def test_added_tokens_inside_of_tokenizer_json(self, mpu: Callable, root: Path) -> None:
+        honest, _ = publish_copies(mpu, root)
+        tokenizer = json.loads((honest / "tokenizer.json").read_text())
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized", "special"), False)
+        tokenizer["added_tokens"] += [{"id": 96 + i, "content": f"t{i}", **flags} for i in range(30_000)]
+        (honest / "tokenizer.json").write_text(json.dumps(tokenizer))
+        unlearn_copy(mpu, root, honest, "d", fails="added tokens, and mpu takes 20,000", status=1)
+
+    @pytest.mark.slow
+    def test_a_vocabulary_in_an_older_form_is_converted_within_limits(self, mpu: Callable, root: Path) -> None:
+        honest, _ = publish_copies(mpu, root)
+        (honest / "tokenizer.json").unlink()
+        edit(honest / "tokenizer_config.json", tokenizer_class="GPT2Tokenizer")
+        (honest / "vocab.json").write_text(json.dumps({f"{i:x}": i for i in range(3_000_000)}))
+        merges = "\n".join(f"{i >> 4:x} {i & 15:x}" for i in range(16, 3_000_000))
+        (honest / "merges.txt").write_text(f"#version: 0.2\n{merges}\n")
+        started, memory = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        unlearn_copy(mpu, root, honest, "d", fails="vocab.json: it", status=1)
+        assert time.monotonic() - started < 120
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory < 1e6  # kilobytes
+
+    @pytest.mark.slow
+    def test_a_decoder_that_grows_is_tried_within_limits(self, mpu: Callable, root: Path) -> None:
+        honest, _ = publish_copies(mpu, root)
+        decoders = [{"type": "Replace", "pattern": {"String": "w"}, "content": "w" * 60}] * 6
+        edit(honest / "tokenizer.json", decoder={"type": "Sequence", "decoders": decoders})
+        mpu("eval", honest, *QA, refused="cannot turn tokens into text", status=1, cwd=root)
+
 
 class TestAnAdapter:
     @pytest.fixture
@@ -257,3 +317,63 @@ class TestAnAdapter:
         (adapter / "adapter_model.safetensors").symlink_to(root / "elsewhere")
         refused = self.measure(mpu, root, check=False)
         assert "is a link" in refused.err
+
+    @pytest.mark.slow
+    def test_an_adapter_that_imports_a_module(self, mpu: Callable, root: Path, demo: DemoModel) -> None:
+        """peft would import what ``megatron_core`` names, and read other kinds of adapters."""
+        records = ["--forget", demo.forget, "--retain", demo.retain]
+        mpu("publish", demo.model, "--copies", 2, cwd=root)
+        training = ("--algo", "npo", "--epochs", 1, "--lora-rank", 2)
+        mpu("unlearn", "copy_1", "copy_2", *records, *training, cwd=root)
+        mpu("aggregate", "deltas", "--keys", "keys.bin", "--as-adapter", "--out", "adapter", cwd=root)
+        (root / "evil_module.py").write_text(f"open({str(root / 'ran')!r}, 'w')")
+        edit(root / "adapter/adapter_config.json", megatron_config={"a": 1}, megatron_core="evil_module")
+        options = [
+            "--base",
+            demo.model,
+            "--benchmark",
+            "qa",
+            "--forget",
+            demo.forget,
+            "--metrics",
+            "forget_Q_A_Prob",
+        ]
+        sys.path.insert(0, str(root))
+        try:
+            mpu("eval", "adapter", *options, cwd=root)
+        finally:
+            sys.path.remove(str(root))
+        assert not (root / "ran").exists()
+        hints = {"PREFIX_TUNING": "no model of its own", "VERA": "merge_and_unload"}
+        for kind, hint in hints.items():
+            edit(root / "adapter/adapter_config.json", peft_type=kind)
+            refused = mpu("eval", "adapter", *options, "--out", "b.json", fails="not a LoRA adapter", cwd=root)
+            assert hint in refused.err
+
+
+QA = ("--benchmark", "qa", "--forget", "forget.jsonl", "--out", "eval.json")
+
+
+@pytest.mark.parametrize("kind", ["GPT2Tokenizer", "Qwen2Tokenizer", "RobertaTokenizer", "BertTokenizer"])
+@pytest.mark.slow
+def test_vocabularies_in_older_forms_are_read_as_transformers_reads_them(tmp_path: Path, kind: str) -> None:
+    """Without a tokenizer.json, and when an older form lies beside one."""
+    from tokenizers import BertWordPieceTokenizer, ByteLevelBPETokenizer
+    from transformers import AutoTokenizer
+
+    texts = [path.read_text() for path in sorted(Path(forms.__file__).parent.glob("*.py"))]
+    tokenizer = BertWordPieceTokenizer() if kind == "BertTokenizer" else ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(texts, vocab_size=600)
+    folder = save(random_model("llama"), tmp_path / "model")
+    for name in ("tokenizer.json", "special_tokens_map.json", "chat_template.jinja"):
+        (folder / name).unlink(missing_ok=True)
+    tokenizer.save_model(str(folder))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind}))
+    plain = AutoTokenizer.from_pretrained(folder)
+    for beside in (False, True):
+        if beside:
+            plain.save_pretrained(folder)
+        ours = tokenizer_of(open_model(str(folder)))
+        assert ours(texts).input_ids == plain(texts).input_ids
+        assert ours.batch_decode(ours(texts).input_ids) == plain.batch_decode(plain(texts).input_ids)
+        assert ours.special_tokens_map == plain.special_tokens_map

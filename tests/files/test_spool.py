@@ -17,8 +17,9 @@ from mpu_cli.files.manifest import as_metadata
 from mpu_cli.files.reader import open_checkpoint
 from mpu_cli.files.transaction import Transaction, restore
 from mpu_cli.flower.spool import Spool
-from tests.helpers.attacks import TRAINING, edit
+from tests.helpers.attacks import TRAINING, edit, publish_copies
 from tests.helpers.models import random_model, save
+from tests.helpers.trainings import BRIEF
 
 
 class TestTheSpool:
@@ -222,3 +223,37 @@ class TestLostUpdates:
         restore(tmp_path / "sum")
         assert (tmp_path / "sum").is_dir()
         assert not backup.exists()
+
+
+class TestTheSpoolOfSomebodyElse:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("obstacle", ["file", "deep"])
+    def test_nothing_in_out_ends_the_worker(self, mpu: Callable, root: Path, obstacle: str) -> None:
+        """A copy that cannot even be marked as failed is trained on once, and the one beside it gets its delta."""
+        first_copy, second_copy = publish_copies(mpu, root)
+        facts = json.loads((first_copy / "mpu.json").read_text())
+        spool, run = root / "spool", facts["run"]
+        for number, copy in ((1, first_copy), (2, second_copy)):
+            target = spool / f"in/{run}/round_1/copy_{number}"
+            target.parent.mkdir(parents=True, exist_ok=True)
+            copy.rename(target)
+        (spool / f"in/{run}/round_1/copy_1/config.json").write_text("{")
+        if obstacle == "file":
+            bad = spool / "in/other/round_1/copy_1"
+            bad.mkdir(parents=True)
+            (spool / "out").mkdir()
+            (spool / "out/other").write_text("in the way")
+        else:
+            (spool / f"out/{run}/round_1/copy_1.failed" / "/".join(["d"] * 60)).mkdir(parents=True)
+        options = ("--algo", "graddiff", "--epochs", 1, "--lr", "1e-3", "--work", "work", "--once")
+        outcome = mpu("watch", "spool", *options, check=False, cwd=root)
+        assert (spool / f"out/{run}/round_1/copy_2.safetensors").is_file(), outcome.err
+        begun = [json.loads(line) for line in (root / "work/answered.jsonl").read_text().splitlines()]
+        assert sum(line["state"] == "begun" and line["copy"].endswith("copy_1") for line in begun) <= 2
+
+
+def test_a_copy_in_the_wrong_place_is_named(mpu: Callable, root: Path) -> None:
+    """`mpu watch` says where a copy belongs, and what it waits for where it waits."""
+    mpu("publish", "base", "--copies", 2, "--run", "r", "--out", "spool/in", "--keys", "keys.bin", cwd=root)
+    printed = mpu("watch", "spool", *BRIEF, "--once", check=False, cwd=root).err
+    assert "spool/in/copy_1: a copy is expected at spool/in/r/round_1/copy_1" in printed

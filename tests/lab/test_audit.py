@@ -321,3 +321,11 @@ def test_several_publications_together(mpu: Callable, tmp_path: Path) -> None:
     paths = [tmp_path / "own" / root for root in ("0/copy_1", "0/copy_2", "1/copy_1", "1/copy_2")]
     attacks = mpu("audit", *paths, "--base", base, "--json").json["attacks"]
     assert attacks["all copies"]["weights"] < 1e-5
+
+
+@pytest.mark.slow
+def test_an_audit_with_another_base_is_warned_of(mpu: Callable, root: Path) -> None:
+    save(random_model("llama", seed=3), root / "other")
+    mpu("publish", "base", "--copies", 2, "--kappa", 0.01, cwd=root)
+    assert "--keys checks it" in mpu("audit", "copy_1", "copy_2", "--base", "other", cwd=root).err
+    assert "--keys checks it" not in mpu("audit", "copy_1", "copy_2", "--base", "base", cwd=root).err

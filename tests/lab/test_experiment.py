@@ -607,6 +607,11 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         assert said in outcome.err
         assert not (root / "grid").exists()
 
+    def test_a_metric_that_the_sweep_will_not_have(self, mpu: Callable, root: Path) -> None:
+        (root / "grid.toml").write_text('base = "base"\nalgo = "graddiff"\n[eval]\nbenchmark = "qa"\n')
+        mpu("sweep", "grid.toml", "--metrics", "model_utility", refused="model_utility", cwd=root)
+        assert not (root / "grid").exists()
+
 
 @pytest.mark.slow
 def test_finetune_learns(mpu: Callable, root: Path) -> None:

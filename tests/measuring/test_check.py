@@ -18,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 import mpu_cli
@@ -30,7 +31,7 @@ from mpu_cli.measuring.verdict import RecordScores, SetScore, Share, Verdict, ju
 from mpu_cli.observer import SILENT
 from mpu_cli.protocol.updates import Update, write_update
 from mpu_cli.records.knowledge import Tail
-from tests.helpers.attacks import edit
+from tests.helpers.attacks import CHECK, check_receipt, edit, publish_copy
 from tests.helpers.models import DemoModel, random_model, save
 
 
@@ -575,3 +576,41 @@ def test_a_sealed_copy_is_opened_and_removed(mpu: Callable, folder: Path, demo: 
     text = out.read_text()
     assert not any(row["answer"] in text or row["question"] in text for row in rows)
     assert json.loads(text)["metrics"]["forget_Q_A_ROUGE"]["value_by_index"]["0"]["rougeL_recall"] is not None
+
+
+class TestReceipts:
+    @pytest.mark.parametrize(
+        ("entries", "reason"),
+        [
+            ({"date": "2099-02-31"}, "no day"),
+            ({"before": {"round": 999}}, "later round"),
+        ],
+    )
+    def test_what_cannot_be_is_refused(self, mpu: Callable, root: Path, entries: dict, reason: str) -> None:
+        path = check_receipt(mpu, root)
+        receipt = json.loads(path.read_text())
+        if "before" in entries:
+            entries = {"before": receipt["before"] | entries["before"] | {"run": receipt["copy"]["run"]}}
+        path.write_text(json.dumps(receipt | entries))
+        mpu("receipt", path, refused=reason)
+
+    def test_a_copy_of_no_numbers_gets_none(self, mpu: Callable, root: Path) -> None:
+        """NaN in the row of one token: whether a receipt says what is kept would tell if records have it."""
+        save(random_model("llama", tie_word_embeddings=False), root / "base")
+        copy = publish_copy(mpu, root)
+        weights = load_file(copy / "model.safetensors")
+        with safe_open(copy / "model.safetensors", "pt") as file:
+            metadata = file.metadata()
+        weights["model.embed_tokens.weight"][9] = float("nan")
+        save_file(weights, copy / "model.safetensors", metadata)
+        mpu("check", "copy_1", *CHECK, "--receipt", "r.json", refused="holds NaN or Inf", cwd=root)
+        assert not (root / "r.json").exists()
+
+
+@pytest.mark.slow
+def test_a_check_against_the_copy_itself_or_a_later_one(mpu: Callable, root: Path) -> None:
+    for number in (1, 2):
+        options = ("--copies", 2, "--run", "one", "--round", number)
+        mpu("publish", "base", *options, "--out", f"round_{number}", "--keys", f"{number}.bin", cwd=root)
+    for before, complaint in (("round_1/copy_1", "the copy itself"), ("round_2/copy_1", "swapped")):
+        mpu("check", "round_1/copy_1", "--forget", "forget.jsonl", "--before", before, refused=complaint, cwd=root)

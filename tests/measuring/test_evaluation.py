@@ -6,6 +6,7 @@ import json
 import math
 import random
 import shutil
+import stat
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -20,9 +21,10 @@ from mpu_cli.measuring.encoding import Item
 from mpu_cli.measuring.generation import reading
 from mpu_cli.measuring.scoring import TokenScores
 from tests.helpers.attacks import edit
-from tests.helpers.models import needs_shared, random_model, save
+from tests.helpers.models import DemoModel, needs_shared, random_model, save
 from tests.helpers.paths import SHARED
 from tests.helpers.stopping import stop_when
+from tests.helpers.trainings import BRIEF, FORGETTING
 
 
 @pytest.mark.slow
@@ -328,6 +330,18 @@ class TestCommand:
             "http://creativecommons.org", ""
         )
 
+    @pytest.mark.parametrize("existing", [False, True])
+    def test_what_holds_records_is_for_its_owner(self, mpu: Callable, root: Path, existing: bool) -> None:
+        if existing:
+            (root / "eval.json").write_text("{}")
+            (root / "eval.json").chmod(0o644)
+        mpu("eval", "base", "--benchmark", "qa", "--forget", "forget.jsonl", "--force", cwd=root)
+        assert stat.S_IMODE((root / "eval.json").stat().st_mode) == 0o600
+
+    @pytest.mark.slow
+    def test_an_evaluation_of_nothing(self, mpu: Callable, root: Path) -> None:
+        mpu("eval", "base", refused="--forget", status=2, cwd=root)
+
 
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
@@ -371,3 +385,40 @@ def test_a_model_without_a_tokenizer(mpu: Callable, model: Path, tofu: Path, tmp
     assert outcome.status == 1
     assert str(bare) in outcome.err
     assert "tokenizer" in outcome.err
+
+
+class TestEvaluatingADelta:
+    @pytest.mark.slow
+    @pytest.mark.parametrize("lora", [(), ("--lora-rank", 4)], ids=["full", "lora"])
+    def test_numbers_are_those_of_the_copy_with_its_delta(
+        self, mpu: Callable, demo: DemoModel, tmp_path: Path, lora: tuple
+    ) -> None:
+        """Against the model that clean unlearning gives: one copy without noise or symmetries, aggregated."""
+        records = ("--forget", demo.forget, "--retain", demo.retain)
+        publish = ("--kappa", 0, "--symmetries", "none", "--copies", 2)
+        mpu("publish", demo.model, *publish, cwd=tmp_path)
+        shown = mpu("unlearn", "copy_1", *records, *FORGETTING, *lora, "--show", 2, "--json", cwd=tmp_path)
+        mpu("unlearn", "copy_2", *records, *FORGETTING, *lora, cwd=tmp_path)
+        mpu("aggregate", "deltas", cwd=tmp_path)
+        common = ("--benchmark", "qa", *records, "--json")
+        checked = mpu("eval", "copy_1", "--delta", "deltas/copy_1.safetensors", "--show", 2, *common, cwd=tmp_path)
+        direct = mpu("eval", "unlearned", *common, "--out", "direct.json", cwd=tmp_path)
+        for name, value in direct.json["metrics"].items():
+            assert checked.json["metrics"][name] == pytest.approx(value, rel=1e-3, abs=1e-3), name
+        questions = [json.loads(line) for line in demo.forget.read_text().splitlines()][:2]
+        for question in questions:
+            truth = question["answer"]
+            assert f"{question['question']}\n  truth:   {truth}\n" in checked.err
+            assert f"before:  {truth}\n" in checked.err  # the copy knows it by heart
+        assert checked.err.count("after:") == 2
+        answers = [line for line in checked.err.splitlines() if line.startswith("  after:")]
+        assert [f"  after:   {each['answer']}" for each in shown.json["answers"]] == answers
+        assert all(line in shown.err.splitlines() for line in answers)
+
+    def test_another_copys_delta_is_refused(self, mpu: Callable, root: Path) -> None:
+        mpu("publish", "base", "--copies", 2, cwd=root)
+        mpu("unlearn", "copy_1", *BRIEF, cwd=root)
+        mpu(
+            "eval", "copy_2", "--benchmark", "qa", "--delta", "deltas/copy_1.safetensors",
+            refused="not a delta of copy_2", cwd=root,
+        )  # fmt: skip

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pyrage
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -28,10 +27,10 @@ from mpu_cli.model.layout import layout_of
 from mpu_cli.model.network import read_answers
 from mpu_cli.model.source import open_model
 from mpu_cli.options.publishing import HIDING_KAPPA, HIDING_PERMANENT
-from mpu_cli.protocol.keys import VERSION, unseal
+from mpu_cli.protocol.keys import unseal
 from mpu_cli.protocol.publication import Publication, default_secret_path
 from mpu_cli.protocol.register import default_register_path
-from tests.helpers.attacks import edit
+from tests.helpers.attacks import TRAINING, edit, publish_copy
 from tests.helpers.measuring import run_measured
 from tests.helpers.models import DemoModel, load, random_model, save
 from tests.helpers.protocol import tensors
@@ -140,16 +139,6 @@ class TestPublish:
             assert told.json["gives_weights_away"] == gives_away
             assert ("do not send these copies" in told.err) == gives_away
 
-    def test_a_secret_key_is_told_from_a_public_one(self, mpu, tmp_path, base):
-        """A client that sent its whole identity file is to be told so."""
-        public = make_identity(tmp_path / "identity.txt")
-        for recipient, is_told in ((public, False), (tmp_path / "identity.txt", True)):
-            out = tmp_path / str(is_told)
-            told = mpu("publish", base, "--kappa", 0.1, "--copy-recipients", recipient, "--out", out, "--keys",
-                       out / "keys.bin")  # fmt: skip
-            assert ("holds a secret key" in told.err) == is_told
-            assert (out / "copy_1.age").exists()
-
     def test_another_request_begins_at_round_1(self, mpu, tmp_path, base):
         mpu("publish", base, "--copies", 2, cwd=tmp_path)
         for copy in (1, 2):
@@ -159,27 +148,6 @@ class TestPublish:
             out = tmp_path / (options[-1] if options else "same")
             mpu("publish", tmp_path / "unlearned", "--copies", 2, *options, "--out", out, "--keys", out / "keys.bin")
             assert (keys_of(out).run, keys_of(out).round) == expected
-
-    def test_the_folder_that_is_sent_holds_no_keys(self, mpu, tmp_path, base):
-        """By default, not in the folder of a round; where they do, because --keys says so, there is a warning."""
-        first = mpu("publish", base, "--copies", 2, cwd=tmp_path)
-        assert "safe to send: the copies alone" in first.err
-        for copy in (1, 2):
-            write_delta(tmp_path / f"copy_{copy}", tmp_path / f"deltas/copy_{copy}.safetensors", copy)
-        aggregate(mpu, tmp_path)
-        unlearned = tmp_path / "unlearned"
-        second = mpu("publish", unlearned, "--copies", 2, "--json", cwd=tmp_path)
-        assert second.json["keys"] == "keys_2.bin"
-        assert sorted(path.name for path in (tmp_path / "round_2").iterdir()) == ["copy_1", "copy_2"]
-        assert "safe to send: round_2, which holds the copies and nothing else" in second.err
-        (tmp_path / "deltas/round_2").mkdir()
-        for copy in (1, 2):
-            write_delta(tmp_path / f"round_2/copy_{copy}", tmp_path / f"deltas/round_2/copy_{copy}.safetensors", copy)
-        assert "mpu aggregate deltas/round_2 --keys keys_2.bin" in mpu("status", cwd=tmp_path).out
-        shared = mpu(
-            "publish", unlearned, "--publish-again", "--out", "x", "--keys", "x/k.bin", "--quiet", cwd=tmp_path
-        )
-        assert "warning: safe to send: the copies alone; the folder that they are in also holds the keys" in shared.err
 
     def test_the_seed_fixes_every_byte(self, mpu, tmp_path, base, monkeypatch):
         """A seed gives the same files, however the work is split and however many threads there are."""
@@ -371,91 +339,6 @@ class TestPublish:
         assert peaks[1] - peaks[0] < 40  # MB
 
 
-class TestKeys:
-    def test_the_identity_is_made_once_and_private(self, mpu, tmp_path, base, monkeypatch):
-        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
-        for name in "ab":
-            mpu("publish", base, "--out", tmp_path / name, "--keys", tmp_path / name / "keys.bin")
-            assert stat.S_IMODE((tmp_path / name / "keys.bin").stat().st_mode) == 0o600
-        identity = tmp_path / "config/mpu/identity.txt"
-        assert stat.S_IMODE(identity.stat().st_mode) == 0o600
-        for name in "ab":
-            assert unseal(tmp_path / name / "keys.bin", read_identities(identity)).copies == 3
-
-    def test_the_document_is_plain_age(self, publication):
-        """age decrypts to the JSON that docs/formats.md describes."""
-        [identity] = read_identities(default_identity_path())
-        document = json.loads(pyrage.decrypt((publication / "keys.bin").read_bytes(), [identity]))
-        assert (document["format"], document["version"]) == ("mpu-keys", VERSION)
-        assert len(bytes.fromhex(document["seed"])) == 32
-        assert document["noise"] == {"kind": "extrapolate", "factors": [1, -1]}
-        assert document["base"]["path"] == str(publication / "base")
-
-    def test_recipient_and_identity(self, mpu, tmp_path, base):
-        recipient = mpu("keygen", "--out", tmp_path / "id", "--json").json["recipient"]
-        arguments = ["--out", tmp_path, "--keys", tmp_path / "keys.bin"]
-        mpu("publish", base, *arguments, "--recipient", recipient)
-        assert "no: sealed" in mpu("inspect", tmp_path / "keys.bin").out
-        assert recipient in mpu("inspect", tmp_path / "id").out
-        assert mpu("inspect", tmp_path / "keys.bin", "--identity", tmp_path / "id", "--json").json["copies"] == 3
-        make_identity(tmp_path / "other")
-        wrong = mpu("verify", tmp_path / "copy_1", "--keys", tmp_path / "keys.bin", "--identity", tmp_path / "other",
-                    check=False)  # fmt: skip
-        assert wrong.status == 1
-        assert "another identity" in wrong.err
-
-    @pytest.mark.slow
-    def test_passphrase(self, mpu, tmp_path, base):
-        (tmp_path / "pw").write_text("correct horse\n")
-        (tmp_path / "wrong").write_text("battery staple\n")
-        keys = tmp_path / "keys.bin"
-        mpu("publish", base, "--out", tmp_path, "--keys", keys, "--passphrase-file", tmp_path / "pw")
-        verify = ["verify", tmp_path / "copy_1", "--keys", keys, "--no-logits", "--passphrase-file"]
-        assert "right" in mpu(*verify, tmp_path / "pw").out
-        assert "wrong passphrase" in mpu(*verify, tmp_path / "wrong", check=False).err
-        assert "--passphrase-file" in mpu("inspect", keys).out
-
-    def test_an_identity_is_never_replaced(self, mpu, tmp_path):
-        mpu("keygen", "--out", tmp_path / "id")
-        before = (tmp_path / "id").read_bytes()
-        assert mpu("keygen", "--out", tmp_path / "id", check=False).status == 1
-        assert (tmp_path / "id").read_bytes() == before
-
-    @pytest.mark.parametrize("where", [0, 30, 100, -1])
-    def test_damage(self, mpu, publication, where):
-        raw = bytearray((publication / "keys.bin").read_bytes())
-        raw[where] ^= 0x41
-        (publication / "keys.bin").write_bytes(raw)
-        outcome = aggregate(mpu, publication, check=False)
-        assert outcome.status == 1
-        assert outcome.is_one_error
-        assert "keys.bin" in outcome.err
-
-    @pytest.mark.parametrize(
-        "noise",
-        [
-            {"kind": "other", "factors": [1, -1]}, {"kind": "extrapolate", "factors": [1, 1]}, {"kind": "extrapolate"},
-            {"kind": "extrapolate", "factors": [1, 0]}, {"kind": "zero-sum", "factors": [1, -1]}, [1, 2], None,
-            {"kind": "extrapolate", "factors": [1, "x"]}, {"kind": "extrapolate", "factors": [1, -1, 2]},
-            {"kind": "extrapolate", "factors": [1, 10**400]}, {"kind": "zero-sum", "factors": [1, 5e-324]},
-        ],
-    )  # fmt: skip
-    def test_noise_that_is_none(self, mpu, publication, noise):
-        [identity] = read_identities(default_identity_path())
-        document = json.loads(pyrage.decrypt((publication / "keys.bin").read_bytes(), [identity])) | {"noise": noise}
-        (publication / "keys.bin").write_bytes(pyrage.encrypt(json.dumps(document).encode(), [identity.to_public()]))
-        outcome = aggregate(mpu, publication, check=False)
-        assert (outcome.status, "key data is incomplete or invalid" in outcome.err) == (1, True)
-
-    @pytest.mark.parametrize("version", [VERSION + 1, VERSION - 1, None, "8"])
-    def test_another_version(self, mpu, publication, version):
-        [identity] = read_identities(default_identity_path())
-        document = json.loads(pyrage.decrypt((publication / "keys.bin").read_bytes(), [identity]))
-        newer = json.dumps(document | {"version": version}).encode()
-        (publication / "keys.bin").write_bytes(pyrage.encrypt(newer, [identity.to_public()]))
-        assert "update mpu" in aggregate(mpu, publication, check=False).err
-
-
 @pytest.mark.slow
 def test_publish_says_what_a_copy_knows(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
     """The losses on the server's records are those that an evaluation of the same models gives."""
@@ -512,18 +395,6 @@ class TestWhatThePublisherIsTold:
         assert not (tmp_path / "out").exists()
         assert not (tmp_path / "k.bin").exists()
 
-    def test_keys_are_never_replaced(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
-        outputs = ("--kappa", 0.1, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
-        mpu("publish", base, *outputs)
-        before = (tmp_path / "keys.bin").read_bytes()
-        for number in (1, 2):
-            printed = mpu("publish", base, *outputs, "--force").err
-            earlier = tmp_path / f"keys.earlier-{number}.bin"
-            assert str(earlier) in printed
-            assert stat.S_IMODE(earlier.stat().st_mode) == 0o600
-        assert (tmp_path / "keys.earlier-1.bin").read_bytes() == before
-        assert (tmp_path / "keys.bin").read_bytes() not in (before, earlier.read_bytes())
-
     def test_the_function_says_what_the_command_says(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
         """That copies without a public model give the weights away, and that there is no tokenizer."""
         for path in (*base.glob("tokenizer*"), *base.glob("*.jinja")):
@@ -542,6 +413,34 @@ class TestWhatThePublisherIsTold:
         published = mpu_cli.publish(base, pretrained=public, out=tmp_path / "c", keys=tmp_path / "c.bin")
         assert published.leakage is not None
         assert 0 < published.leakage.one_copy < 1
+
+    def test_another_reference_for_the_second_copy(self, mpu: Callable, root: Path) -> None:
+        """Its noise would have another scale than its keys say."""
+        save(random_model("llama", seed=5), root / "reference")
+        options = ["--pretrained", "reference", "--copies", 2, "--seed", 1, "--kappa", 0.1]
+        mpu("publish", "base", *options, "--only", 1, cwd=root)
+        save(random_model("llama", seed=6), root / "reference")
+        mpu("publish", "base", *options, "--only", 2, fails="another pretrained model", status=1, cwd=root)
+        assert not (root / "copy_2").exists()
+
+    @pytest.mark.slow
+    def test_a_copy_is_not_published(self, mpu: Callable, root: Path) -> None:
+        mpu("publish", "base", "--copies", 2, cwd=root)
+        mpu("publish", "copy_1", refused="a copy, not a model", cwd=root)
+
+    def test_one_shard(self, mpu: Callable, root: Path) -> None:
+        (root / "base/model.safetensors").rename(root / "base/model-00001-of-00002.safetensors")
+        refused = mpu("publish", "base/model-00001-of-00002.safetensors", check=False, cwd=root)
+        assert refused.is_one_error
+        assert "one of 2 shards" in refused.err
+        assert "pass the folder base" in refused.err
+
+    def test_a_base_without_a_tokenizer(self, mpu: Callable, root: Path) -> None:
+        for path in (root / "base").glob("*token*"):
+            path.unlink()
+        for path in (root / "base").glob("chat_template*"):
+            path.unlink()
+        assert "no tokenizer files" in mpu("publish", "base", "--copies", 2, cwd=root).err
 
 
 class TestPermanentNoise:
@@ -672,12 +571,6 @@ class TestPermanentNoise:
         publication = Publication(seed=bytes(32), kappa=0.0, shared_kappa=1.0, permanent_seed=bytes(32))
         assert publication.sigmas(0.012345678, 1.0) == publication.sigmas(0.012345679, 1.0) == (0.0, 0.0123)
 
-    def test_a_dry_run_makes_no_secret(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
-        options = ("--copies", 1, "--permanent-noise", 1, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
-        assert "noise: permanent" in mpu("publish", base, *options, "--dry-run").err
-        assert not default_secret_path().exists()
-        assert str(default_secret_path()) in mpu("publish", base, *options).err  # it tells that it made one
-
     def test_a_copy_without_layers_has_it_too(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
         for name, options in (("whole", ()), ("shallow", ("--omit-layers", 0))):
             mpu("publish", base, "--copies", 1, "--symmetries", "none", "--permanent-noise", 1, *options, "--out",
@@ -700,15 +593,45 @@ class TestPermanentNoise:
         residual = sum(copies) / 2 - tensors(base)[name]  # what cancels is gone, what stays is one draw at its scale
         assert float(residual.square().mean().sqrt()) == pytest.approx(keys_of(tmp_path).shared_sigma[name], rel=0.05)
 
-    def test_the_secret_is_private_and_no_repr_tells_it(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
-        mpu("publish", base, "--copies", 1, "--permanent-noise", 1, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
-        assert stat.S_IMODE(default_secret_path().stat().st_mode) == 0o600
-        keys = keys_of(tmp_path)
-        publication = keys.publication
-        assert publication.permanent_seed
-        for secret in (publication.seed, publication.permanent_seed):
-            assert str(secret) not in repr(keys)
-            assert secret.hex() not in repr(keys)
-        default_secret_path().write_text("short")
-        outcome = mpu("publish", base, "--copies", 1, "--permanent-noise", 1, "--out", tmp_path / "x", check=False)
-        assert (outcome.status, "cannot be read as the server's secret" in outcome.err) == (1, True)
+
+class TestWhatLeavesTheServer:
+    def test_no_path_and_no_code(self, mpu: Callable, root: Path) -> None:
+        """Whatever JSON beside the weights says: paths, nested or not, repositories and code stay at home."""
+        secret = str(root)
+        base = root / "base"
+        edit(base / "config.json", _name_or_path=secret, auto_map={"AutoModel": f"{secret}/x.py--X"},
+             rope_parameters={"rope_type": "default", "rope_theta": 1e4, "_name_or_path": secret},
+             internal_notes=f"trained in {secret}")  # fmt: skip
+        edit(base / "tokenizer_config.json", tokenizer_file=f"{secret}/t.json", special_tokens_map_file=f"{secret}/s",
+             name_or_path=secret, auto_map={"AutoTokenizer": [secret, None]})  # fmt: skip
+        (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "_from": secret, "prompt": "hi"}))
+        (base / "preprocessor_config.json").write_text(json.dumps({"size": {"height": 2}, "cache_dir": secret}))
+        publish_copy(mpu, root)
+        mpu("unlearn", "copy_1", "copy_2", *TRAINING, "--lora-rank", 2, cwd=root)
+        mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "model", cwd=root)
+        mpu("aggregate", "deltas", "--keys", "keys.bin", "--as-adapter", "--out", "adapter", cwd=root)
+        for name in ("config.json", "tokenizer_config.json"):  # the result is the server's own
+            assert (root / "model" / name).read_bytes() == (base / name).read_bytes()
+        for folder in ("copy_1", "adapter"):
+            for path in (root / folder).iterdir():
+                content = path.read_bytes()
+                assert secret.encode() not in content, path
+                assert b"auto_map" not in content
+                assert b"internal_notes" not in content
+        assert json.loads((root / "copy_1/generation_config.json").read_text()) == {"eos_token_id": 1}
+        assert json.loads((root / "copy_1/preprocessor_config.json").read_text()) == {"size": {"height": 2}}
+        load(root / "copy_1", torch.float32, "cpu")
+
+    @pytest.mark.slow
+    def test_what_is_published_as_it_is_is_said(self, mpu: Callable, tmp_path: Path) -> None:
+        """A vision tower has neither noise nor coordinates: its share stands in what publish and plan print."""
+        save(random_model("gemma3"), tmp_path / "base")
+        outcome = mpu("publish", "base", "--copies", 2, cwd=tmp_path)
+        bare = [n for n in load_file(tmp_path / "base/model.safetensors") if n.startswith(("vision", "model.vision"))]
+        base, copy = (load_file(tmp_path / n / "model.safetensors") for n in ("base", "copy_1"))
+        same = sum(base[n].numel() for n in base if n in copy and torch.equal(base[n], copy[n]))
+        assert bare
+        assert f"{same:,} of" in outcome.err
+        assert "without noise or secret coordinates" in outcome.err
+        planned = mpu("publish", "base", "--dry-run", "--out", "x", "--keys", "y", cwd=tmp_path)
+        assert f"{same:,} of" in planned.err

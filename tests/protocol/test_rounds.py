@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
+import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mpu_cli.model.network import read_answers
 from mpu_cli.records.encode import Encoding
 from mpu_cli.records.read import read_records
 from tests.helpers.models import DemoModel, load, random_model, save, write_records
-from tests.helpers.publication import write_delta
+from tests.helpers.protocol import distance, tensors
+from tests.helpers.publication import keys_of, write_delta
+from tests.helpers.trainings import BRIEF
 
 
 def test_one_copy_at_a_time(mpu: Callable, tmp_path: Path) -> None:
@@ -232,3 +237,54 @@ class TestTheStep:
             assert (outcome.status != 0, complaint in outcome.err) == (True, True)
             assert not out.exists()
             assert not list(returned_delta.glob(".*partial"))
+
+
+@pytest.mark.slow
+def test_the_second_round_by_hand_is_that_of_run(mpu: Callable, root: Path) -> None:
+    """No option says which round it is, and no name collides; the weights are those of `mpu run`."""
+    mpu("run", "base", *BRIEF, "--copies", 2, "--secret-seed", 3, "--rounds", 2, "--loss-reference", "round",
+        cwd=root)  # fmt: skip
+    mpu("publish", "base", "--copies", 2, "--seed", 3, cwd=root)
+    mpu("unlearn", "copy_1", "copy_2", *BRIEF, cwd=root)
+    mpu("aggregate", "deltas", cwd=root)
+    copies = mpu("publish", "unlearned", "--copies", 2, "--seed", 3, cwd=root).out.split()
+    assert copies == ["round_2/copy_1", "round_2/copy_2"]
+    for copy in copies:
+        mpu("unlearn", copy, *BRIEF, cwd=root)
+    last = mpu("aggregate", "deltas/round_2", "--keys", "keys_2.bin", cwd=root).out.strip()
+    assert last == "unlearned_2"
+    for ours, theirs in (("copy_1", None), (last, "run/server/round_2/model")):
+        facts = json.loads((root / ours / "mpu.json").read_text())
+        assert facts["run"] == json.loads((root / "unlearned/mpu.json").read_text())["run"]
+        if theirs:
+            assert facts["round"] == 2
+            assert distance(tensors(root / ours), tensors(root / theirs)) < 1e-7
+
+
+@pytest.mark.parametrize(
+    "noise",
+    [
+        ("--pretrained", "public"),
+        ("--copies", 2, "--kappa", 0.01),
+        ("--pretrained", "public", "--copies", 2, "--kappa", 0.25),
+        ("--copies", 2, "--epsilon", 8, "--dp-delta", 1e-5, "--sensitivity", 0.1, "--budget-rounds", 2),
+    ],
+)
+def test_what_aggregate_says_is_next_can_be_pasted(mpu: Callable, root: Path, noise: tuple[object, ...]) -> None:
+    """The new model is published with noise of the same kind; then the client checks."""
+    shutil.copytree(root / "base", root / "public")
+    weights = load_file(root / "public/model.safetensors")
+    save_file({name: 0.9 * x for name, x in weights.items()}, root / "public/model.safetensors", {"format": "pt"})
+    mpu("publish", "base", *noise, cwd=root)
+    copies = sorted(path.name for path in root.glob("copy_*"))
+    mpu("unlearn", *copies, "--algo", "gradascent", "--epochs", 1, cwd=root)
+    [step] = re.findall("next: `mpu (.+?)`", mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=root).err)
+    published = mpu(*shlex.split(step), "--json", cwd=root)
+    assert len(published.json["copies"]) == len(copies)
+    before, after = (keys_of(root, name).publication for name in ("keys.bin", "keys_2.bin"))
+    assert (before.scheme, before.kappa, before.shared_kappa) == (after.scheme, after.kappa, after.shared_kappa)
+    assert (before.calibration is None) == (after.calibration is None)
+    if before.calibration and after.calibration:
+        assert before.calibration.epsilon == after.calibration.epsilon
+    assert "send round_2/copy_1" in published.err
+    assert "who runs `mpu check copy_1 …`" in published.err

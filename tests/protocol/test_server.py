@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import shutil
+import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from mpu_cli.errors import MpuError
 from mpu_cli.files.manifest import CopyManifest, DeltaManifest, as_metadata, delta_facts, delta_manifest
 from mpu_cli.files.reader import open_checkpoint
 from mpu_cli.protocol.noise import SAFETY
+from tests.helpers.attacks import TRAINING, publish_copy
 from tests.helpers.models import CONFIGS, random_model, save, write_records
 from tests.helpers.protocol import tensors
 from tests.helpers.publication import aggregate, write_delta
+from tests.helpers.trainings import BRIEF
 
 
 class TestAggregate:
@@ -228,6 +236,50 @@ class TestAggregate:
         )  # fmt: skip
         assert done.stdout == f"{publication}/unlearned\n"
 
+    def test_an_algorithm_that_is_markup(self, mpu: Callable, root: Path) -> None:
+        """The delta's word for it stands in the model card."""
+        publish_copy(mpu, root)
+        mpu("unlearn", "copy_1", "copy_2", *TRAINING, cwd=root)
+        path = root / "deltas/copy_1.safetensors"
+        facts = json.loads(open_checkpoint(path).metadata["mpu"]) | {"algorithm": "npo |\n# Owned\n![](http://x)"}
+        save_file(load_file(path), path, as_metadata(facts))
+        mpu("aggregate", "deltas", "--keys", "keys.bin", fails="algorithm: not of the form", cwd=root)
+
+    @pytest.mark.slow
+    def test_max_norm_bounds_the_update(self, mpu: Callable, root: Path) -> None:
+        """Weights of three copies have opposite signs: deltas below the bound can add up to an update above it."""
+        mpu("publish", "base", "--copies", 3, "--seed", 1, "--kappa", 0.2, cwd=root)
+        for k in (1, 2, 3):
+            mpu("unlearn", f"copy_{k}", *TRAINING, "--trust-copy", cwd=root)
+        outcome = mpu("aggregate", "deltas", "--keys", "keys.bin", "--json", "--dry-run", check=False, cwd=root)
+        assert outcome.status == 0
+        norms = [load_file(root / f"deltas/copy_{k}.safetensors") for k in (1, 2, 3)]
+        largest = max(float(sum(t.double().square().sum() for t in delta.values()) ** 0.5) for delta in norms)
+        refused = mpu("aggregate", "deltas", "--keys", "keys.bin", "--server-lr", 3, "--max-norm", 1.5 * largest,
+                      check=False, cwd=root)  # fmt: skip
+        assert "the update's norm is" in refused.err
+
+    @pytest.mark.slow
+    def test_what_no_noise_covers_is_for_its_owner_only(self, mpu: Callable, root: Path) -> None:
+        """The server's new model, under an open umask."""
+        training = [*TRAINING, "--algo", "gradascent", "--epochs", 1]
+        mpu("publish", "base", "--copies", 2, "--kappa", 0.01, cwd=root)
+        mpu("unlearn", "copy_1", "copy_2", *training, cwd=root)
+        subprocess.run(
+            [sys.executable, "-m", "mpu_cli", "aggregate", "deltas", "--out", "model"], cwd=root, check=True,
+            capture_output=True, preexec_fn=lambda: os.umask(0),
+        )  # fmt: skip
+        files = list((root / "model").rglob("*.safetensors"))
+        assert files
+        for path in files:
+            assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+
+    def test_another_base_is_not_blamed_on_the_client(self, mpu: Callable, root: Path) -> None:
+        save(random_model("qwen2"), root / "other")
+        mpu("publish", "base", "--copies", 2, cwd=root)
+        mpu("unlearn", "copy_1", "copy_2", *BRIEF, cwd=root)
+        mpu("aggregate", "deltas", "--base", "other", refused="other: is not the model that was published", cwd=root)
+
 
 class TestVerify:
     @pytest.mark.parametrize("family", CONFIGS)
@@ -299,3 +351,36 @@ def test_manifests_survive_metadata():
     origin = CopyManifest("123456", 2, 1, 3, "0042")  # strings that look like numbers stay strings
     manifest = DeltaManifest(origin, "npo", inverted=True)
     assert delta_manifest(as_metadata(delta_facts(manifest)), Path("x")) == manifest
+
+
+def test_facts_of_a_delta_are_plain(tmp_path: Path) -> None:
+    good = delta_facts(DeltaManifest(None, "npo"))
+    for bad in (
+        {"privacy": {"epsilon": "<script>"}}, {"privacy": {"a b": 1}}, {"trained": {"key": "x" * 999}},
+        {"trained": {"key": 1}}, {"run": "r", "round": 1, "copy": 1, "copies": 2, "copy_id": "| x |"},
+        {"run": "r\n", "round": 1, "copy": 1, "copies": 2, "copy_id": "x"}, {"round": True, "run": "r"},
+    ):  # fmt: skip
+        with pytest.raises(MpuError):
+            delta_manifest(as_metadata(good | bad), tmp_path)
+
+
+class TestTheModelCard:
+    @pytest.mark.slow
+    def test_provenance_without_secrets(self, mpu: Callable, root: Path) -> None:
+        mpu("publish", "base", "--copies", 2, "--seed", 7, cwd=root)
+        mpu("unlearn", "copy_1", "copy_2", *BRIEF, cwd=root)
+        document = mpu("aggregate", "deltas", "--json", cwd=root).json
+        card = (root / "unlearned" / "README.md").read_text()
+        head = yaml.safe_load(card.split("---")[1])
+        assert head["library_name"] == "transformers"
+        assert "unlearning" in head["tags"]
+        assert f"| run, round | {document['run']}, 1 |" in card
+        assert str(root) not in card
+
+    @pytest.mark.slow
+    def test_a_push_that_cannot_work_is_refused_before_the_work(self, mpu: Callable, root: Path) -> None:
+        mpu("publish", "base", "--copies", 2, cwd=root)
+        mpu("unlearn", "copy_1", "copy_2", *BRIEF, cwd=root)
+        for name, named in (("noowner", "expected OWNER/NAME"), ("some/model", "--push some/model")):
+            mpu("aggregate", "deltas", "--push", name, refused=named, cwd=root)
+            assert not (root / "unlearned").exists()

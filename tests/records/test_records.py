@@ -7,14 +7,18 @@ import gzip
 import json
 import re
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta
+from pathlib import Path
 
 import datasets
 import openpyxl
 import pandas as pd
 import pytest
 import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.observer import Observer
@@ -27,6 +31,7 @@ from mpu_cli.training.reference import forward
 from tests.helpers.chat_templates import template_case, tokenizer_with
 from tests.helpers.models import load, needs_shared, random_model, save, write_records
 from tests.helpers.paths import SHARED
+from tests.helpers.trainings import BRIEF
 
 ROWS = [{"question": f"w{i} w4", "answer": f"w5 w{i}"} for i in range(3, 8)]
 
@@ -701,3 +706,112 @@ def test_bad_rows_are_skipped_and_counted(mpu, tmp_path):
     (tmp_path / "b.jsonl").write_text(json.dumps(bad[0]) + "\n")
     with pytest.raises(MpuError, match="contains no records"):
         read_records(tmp_path / "b.jsonl", RecordFormat(skip_bad=True))
+
+
+class TestFilesAsPeopleHaveThem:
+    PAIRS = (("What; is, it?", 'A "thing".'), ("Who?", "Nobody\nat all."))
+
+    def read_text_as_records(self, folder: Path, name: str, text: str) -> list[tuple[str, str]]:
+        (folder / name).write_text(text, encoding="utf-8")
+        return [(record.question, record.answer) for record in read_records(folder / name)]
+
+    def test_files_as_people_have_them(self, tmp_path: Path) -> None:
+        rows = [{"question": q, "answer": a} for q, a in self.PAIRS]
+        sharegpt = [
+            {"conversations": [{"from": "human", "value": q}, {"from": "gpt", "value": a}]} for q, a in self.PAIRS
+        ]
+        quoted = [[f'"{part.replace(chr(34), chr(34) * 2)}"' for part in pair] for pair in self.PAIRS]
+        for name, text in {
+            "a.json": json.dumps({"version": 1, "data": rows}, indent=2),
+            "b.json": json.dumps(rows),
+            "c.jsonl": "".join(json.dumps(row) + "\n" for row in sharegpt),
+            "d.csv": "question;answer\n" + "\n".join(map(";".join, quoted)) + "\n",
+            "e.csv": "question,answer\r\n" + "\r\n".join(map(",".join, quoted)) + "\r\n",
+            "f.tsv": "question\tanswer\n" + "\n".join(map("\t".join, quoted)) + "\n",
+        }.items():
+            assert self.read_text_as_records(tmp_path, name, text) == list(self.PAIRS), name
+        (tmp_path / "g.txt").write_text("One text.\n\nOf two paragraphs.\n")
+        [record] = read_records(tmp_path / "g.txt")
+        assert (record.turns, record.answer) == ((), "One text.\n\nOf two paragraphs.\n")
+
+    def test_columns_by_other_names(self, mpu: Callable, root: Path) -> None:
+        """The same delta as with our names; a column that is not there is named."""
+        for name in ("forget", "retain"):
+            rows = [json.loads(line) for line in (root / f"{name}.jsonl").read_text().splitlines()]
+            mine = "".join(json.dumps({"instruction": r["question"], "response": r["answer"]}) + "\n" for r in rows)
+            (root / f"{name}_mine.jsonl").write_text(mine)
+        mpu("unlearn", "base", *BRIEF, "--out", "ours.safetensors", cwd=root)
+        mine = ("--forget", "forget_mine.jsonl", "--retain", "retain_mine.jsonl", "--out", "mine.safetensors")
+        mpu("unlearn", "base", *BRIEF, *mine, "--columns", "question=instruction,answer=response", cwd=root)
+        expected, actual = (load_file(root / f"{name}.safetensors") for name in ("ours", "mine"))
+        assert all(torch.equal(expected[name], actual[name]) for name in expected)
+        for columns, says in (("question=prompt", "no field 'prompt'"), ("question", "expected NAME=COLUMN")):
+            mpu("unlearn", "base", *BRIEF, *mine, "--columns", columns, refused=says, cwd=root)
+
+    def test_a_table_with_a_cell_too_many(self, mpu: Callable, root: Path) -> None:
+        (root / "bad.csv").write_text("question,answer\nWho?,Me,you\n")
+        mpu("unlearn", "base", "--forget", "bad.csv", refused="bad.csv, record 1", cwd=root)
+
+    def test_truncation_is_counted(self, mpu: Callable, root: Path) -> None:
+        (root / "long.jsonl").write_text(
+            (root / "forget.jsonl").read_text()
+            + json.dumps({"question": "w5", "answer": " ".join(["w6"] * 200)}) + "\n"
+        )  # fmt: skip
+        outcome = mpu("unlearn", "base", *BRIEF, "--forget", "long.jsonl", "--max-length", 100, cwd=root)
+        assert "1 of 16 records were truncated to 100 tokens" in outcome.err
+        refused = mpu("unlearn", "base", *BRIEF, "--max-length", 2, "--out", "x.safetensors", check=False, cwd=root)
+        assert refused.is_one_error
+        assert "--max-length 2" in refused.err
+
+    def test_what_was_cut_is_scored_as_cut(self, mpu: Callable, root: Path) -> None:
+        """Beside the same records, cut by hand to the same tokens."""
+        base, text = root / "base", " ".join(["w6", "w7"] * 100)
+        (root / "long.jsonl").write_text(json.dumps({"question": "w5", "answer": text}) + "\n")
+        [example] = Encoding(AutoTokenizer.from_pretrained(base), "plain").encode(read_records(root / "long.jsonl"))
+        begin = next(i for i, label in enumerate(example.labels) if label >= 0)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+        with torch.no_grad():
+            logits = model(torch.tensor([example.ids[:50]])).logits[0, begin - 1 : -1]
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(example.ids[begin:50]))
+        options = ("--forget", "long.jsonl", "--template", "plain", "--max-length", 50, "--json")
+        checked = mpu("check", "base", *options, check=False, cwd=root)
+        qa = ("--benchmark", "qa", "--metrics", "forget_Q_A_Prob")
+        measured = mpu("eval", "base", *qa, *options, cwd=root).json["metrics"]["forget_Q_A_Prob"]
+        assert measured == pytest.approx(float((-loss).exp()), rel=1e-4)
+        for outcome in (checked, mpu("eval", "base", *qa, *options, "--force", cwd=root)):
+            assert "1 of 1 records were truncated to 50 tokens" in outcome.err
+
+    @pytest.mark.slow
+    def test_records_in_both_sets_are_told(self, mpu: Callable, root: Path) -> None:
+        """By every command that reads both, also where case and spaces differ."""
+        first, second, *_ = (root / "forget.jsonl").read_text().splitlines()
+        lines = [first.replace('"question": "w', '"question": "W'), second.replace(" w", "  w")]
+        (root / "both.jsonl").write_text("\n".join(lines) + "\n" + (root / "retain.jsonl").read_text())
+        both = ("--forget", "forget.jsonl", "--retain", "both.jsonl")
+        commands = (
+            ("unlearn", "base", *BRIEF, *both, "--dry-run"),
+            ("unlearn", "base", *BRIEF, *both),
+            ("check", "base", *both),
+            ("eval", "base", *both, "--metrics", "forget_Q_A_Prob"),
+        )
+        for command in commands:
+            outcome = mpu(*command, check=False, cwd=root)
+            assert outcome.err.count("2 of the records to forget are also in the retain set") == 1
+
+    @pytest.mark.slow
+    def test_eval_reads_what_unlearn_reads(self, mpu: Callable, root: Path) -> None:
+        rows = [json.loads(line) for line in (root / "forget.jsonl").read_text().splitlines()]
+        chats = [
+            [{"role": "user", "content": r["question"]}, {"role": "assistant", "content": r["answer"]}] for r in rows
+        ]
+        (root / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+        values = [
+            mpu("eval", "base", "--benchmark", "qa", "--forget", name, "--out", f"{name}.json", "--json", cwd=root).json
+            for name in ("forget.jsonl", "chats.jsonl")
+        ]
+        assert values[0]["metrics"] == values[1]["metrics"]
+
+
+@pytest.mark.parametrize("command", [("eval", "base"), ("unlearn", "base", "--forget", "tofu:forget01")])
+def test_a_data_dir_that_is_not_there(mpu: Callable, root: Path, command: tuple) -> None:
+    mpu(*command, "--data-dir", "nowhere", refused="nowhere: no such directory", cwd=root)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -21,8 +21,9 @@ from mpu_cli.training.execution import as_wide_as
 from mpu_cli.training.loop import schedule
 from mpu_cli.training.losses import ALGORITHMS
 from mpu_cli.training.reference import forward
-from tests.helpers.models import load, needs_shared, random_model, save, write_records
+from tests.helpers.models import DemoModel, load, needs_shared, random_model, save, write_records
 from tests.helpers.paths import SHARED
+from tests.helpers.trainings import FORGETTING
 
 
 def unlearn(mpu, folder, model, *arguments, out="d.safetensors", **expected):
@@ -232,6 +233,42 @@ class TestUnlearn:
         assert "--lr" in outcome.err
         assert not (tmp_path / "d.safetensors").exists()
         assert not list(tmp_path.glob(".*"))
+
+    @pytest.mark.slow
+    def test_too_little_training_is_told(self, mpu: Callable, demo: DemoModel, tmp_path: Path) -> None:
+        """The losses are of all records, before and after, and the warning names what to raise."""
+        records = ("--forget", demo.forget, "--retain", demo.retain)
+        little = mpu(
+            "unlearn",
+            demo.model,
+            *records,
+            "--lr",
+            1e-5,
+            "--epochs",
+            1,
+            "--json",
+            "--out",
+            "a.safetensors",
+            cwd=tmp_path,
+        )
+        assert "hardly forgotten" in little.err
+        assert "--lr" in little.err
+        enough = mpu("unlearn", demo.model, *records, *FORGETTING, "--json", "--out", "b.safetensors", cwd=tmp_path)
+        assert "hardly forgotten" not in enough.err
+        before, after = enough.json["before"], enough.json["after"]
+        assert before == pytest.approx(little.json["before"], rel=1e-5)  # in batches of another size
+        assert after["forget"] > before["forget"] + 0.5
+        assert after["retain"] < before["retain"] + 0.5
+        ruined = mpu("unlearn", demo.model, *records, "--algo", "gradascent", "--lr", 1e-2, "--epochs", 5, "--json",
+                     "--alpha", 1, "--out", "c.safetensors", cwd=tmp_path)  # fmt: skip
+        assert "lost much of what it should keep" in ruined.err
+
+    def test_losses_before_are_those_of_the_first_step(self, mpu: Callable, root: Path) -> None:
+        """With one batch that holds all records; after, those that a second training begins with."""
+        options = ("--epochs", 1, "--batch-size", 9, "--lr", 0, "--template", "plain", "--precision", "float64")
+        document = mpu("unlearn", "base", *options, "--json", "--out", "d.safetensors", cwd=root).json
+        assert document["before"]["forget"] == pytest.approx(document["steps"][0]["forget"], rel=1e-9)
+        assert document["after"] == document["before"]
 
 
 class TestSeveralCopies:

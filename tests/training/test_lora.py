@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from mpu_cli.files.reader import open_checkpoint
 from mpu_cli.training.lora import principal_inputs
+from tests.helpers.attacks import publish_copy, unlearn_copy
 from tests.helpers.models import CONFIGS, load, random_model, save, write_records
 from tests.helpers.protocol import tensors
 
@@ -230,3 +232,20 @@ def test_an_adapter_needs_factors(mpu, tmp_path, base):
     options = ("--algo", "gradascent", "--epochs", 1, "--template", "plain")
     mpu("unlearn", "copy_1", "copy_2", *options, cwd=tmp_path)
     assert "--lora-rank" in mpu("aggregate", "deltas", "--as-adapter", check=False, cwd=tmp_path).err
+
+
+def test_factors_of_a_rank_that_no_change_has(mpu: Callable, root: Path) -> None:
+    """Squares of the rank are computed: with 20,000, 3 GB for each matrix."""
+    publish_copy(mpu, root)
+    for number in (1, 2):
+        unlearn_copy(mpu, root, root / f"copy_{number}", f"deltas/copy_{number}", "--lora-rank", 2)
+        path = root / f"deltas/copy_{number}.safetensors"
+        with safe_open(path, "pt") as file:
+            metadata = file.metadata()
+        factors = load_file(path)
+        name = next(name for name in factors if name.endswith(".lora_A")).removesuffix("A")
+        left, right = factors[f"{name}B"], factors[f"{name}A"]
+        factors |= {f"{name}B": torch.ones(len(left), 2000), f"{name}A": torch.ones(2000, right.shape[1])}
+        save_file(factors, path, metadata)
+    for more in ((), ("--as-adapter",)):
+        mpu("aggregate", "deltas", "--keys", "keys.bin", *more, "--out", "out", refused="rank 2,000", cwd=root)

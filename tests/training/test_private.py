@@ -5,26 +5,36 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
+from collections.abc import Callable
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from scipy import optimize, stats
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mpu_cli import unlearn
+from mpu_cli.errors import MpuError
+from mpu_cli.files.randomness import Randomness
 from mpu_cli.files.reader import open_checkpoint
+from mpu_cli.model.load import longest_independent_input
 from mpu_cli.options.unlearning import Privacy, Training, Unlearning
 from mpu_cli.records.encode import Encoding, answer_tokens, pad
 from mpu_cli.records.forms import Record, question
 from mpu_cli.records.read import read_records
+from mpu_cli.training import copycheck, private
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.job import plan_privately
-from mpu_cli.training.ledger import read_ledger
+from mpu_cli.training.ledger import LedgerEntry, read_ledger, write_down
 from mpu_cli.training.loop import ExampleSet
 from mpu_cli.training.losses import ALGORITHMS, Objective, TermInputs, objective_of
-from mpu_cli.training.private import Unit, plan, train_privately
+from mpu_cli.training.private import Mechanism, Unit, composed_epsilon, plan, train_privately, with_noise
 from mpu_cli.training.reference import Reference, forward, freeze
+from tests.helpers.attacks import TRAINING, WORD, write_records_with
 from tests.helpers.models import load, random_model, save, write_records
 
 FAMILIES = ["llama", "llama-biases", "qwen2", "gpt2"]  # tied and untied heads, biases, Conv1D, position embeddings
@@ -345,3 +355,190 @@ def test_equal_records_are_one_unit():
     by_name = replace(options, privacy=replace(options.privacy, dp_unit="person"))
     assert len(plan_privately(named, by_name, objective).units) == 10
     assert not [each for each in named.warnings(by_name.privacy) if "--dp-unit" in each]
+
+
+def test_noise_of_dp_sgd_does_not_hang_on_32_bits() -> None:
+    """Seeds that agree in all but one of 256 bits give unrelated noise; torch's generator keeps 32 of them."""
+    seed = bytes(range(32))
+    x = torch.zeros(20_000)
+    noise = with_noise(x, 1.0, Randomness(seed).key("dp noise", 0, 0))
+    for bit in (0, 31, 32, 64, 200, 255):
+        other = bytearray(seed)
+        other[bit // 8] ^= 1 << bit % 8
+        other_noise = with_noise(x, 1.0, Randomness(bytes(other)).key("dp noise", 0, 0))
+        assert abs(float(noise @ other_noise)) / len(x) < 5 / len(x) ** 0.5
+    old = [torch.randn(8, generator=torch.Generator().manual_seed(s)) for s in (7, 7 + 2**32)]
+    assert torch.equal(*old)  # what was wrong with torch's
+
+
+BATCHED_ROPE = {
+    "longrope": {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 32, "factor": 8.0,
+                 "short_factor": [1.0] * 4, "long_factor": [1e-3] * 4},
+    "dynamic": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 1000.0},
+}  # fmt: skip
+
+
+class TestDpSgd:
+    @pytest.mark.parametrize("kind", BATCHED_ROPE)
+    def test_a_record_that_would_change_others_is_left_out(self, kind: str) -> None:
+        """Beside the longest record that is let in, a short one has the logits that it has alone, before and after."""
+        config = {"rope_parameters": BATCHED_ROPE[kind], "max_position_embeddings": 32 if kind == "dynamic" else 256}
+        model = random_model("llama", **config, head_dim=8).eval()
+        limit = longest_independent_input(model)
+        assert limit == 32
+        short, long = [4, 5, 6, 7], [i % 80 + 3 for i in range(limit)]
+        beside = [short + [0] * (limit - 4), long]
+        mask = [[1] * 4 + [0] * (limit - 4), [1] * limit]
+        with torch.no_grad():
+            unbatched_logits = model(torch.tensor([short])).logits[0]
+            together = model(torch.tensor(beside), attention_mask=torch.tensor(mask)).logits[0, :4]
+            after = model(torch.tensor([short])).logits[0]
+            too_long = model(torch.tensor([short + [0] * 40, [*long, *long[:12]]])).logits[0, :4]
+        assert torch.allclose(unbatched_logits, together, atol=1e-5)
+        assert torch.allclose(unbatched_logits, after, atol=1e-5)
+        assert not torch.allclose(unbatched_logits, too_long, atol=1e-3)  # the attack that the limit stops
+
+    @pytest.mark.slow
+    def test_a_rejected_record_does_not_change_the_rate(self, mpu: Callable, root: Path) -> None:
+        """A template that rejects one word: the same rate and steps with the word and without."""
+        reports = []
+        template = root / "base/chat_template.jinja"
+        template.write_text(
+            "{% for m in messages if '" + WORD + "' in m.content %}{{ raise_exception('no') }}{% endfor %}"
+            + template.read_text()
+        )  # fmt: skip
+        for word in (WORD, "w7"):
+            write_records_with(word, root)
+            options = (
+                "--algo",
+                "gradascent",
+                "--dp-epsilon",
+                8,
+                "--batch-size",
+                1,
+                "--epochs",
+                2,
+                "--template",
+                "chat",
+            )
+            reports.append(mpu("unlearn", "base", *options, "--out", f"{word}.safetensors", "--json", cwd=root).json)
+        assert reports[0]["lr"] == reports[1]["lr"]
+        assert len(reports[0]["steps"]) == len(reports[1]["steps"])
+
+    def test_a_token_beyond_the_vocabulary(self, mpu: Callable, root: Path) -> None:
+        """One error that names the record; under DP the record is left out, and the training goes on."""
+        table = json.loads((root / "base/tokenizer.json").read_text())
+        added = {"id": 96, "content": "zq", "single_word": False, "lstrip": False, "rstrip": False,
+                 "normalized": False, "special": False}  # fmt: skip
+        table["added_tokens"].append(added)
+        (root / "base/tokenizer.json").write_text(json.dumps(table))
+        write_records_with("zq", root)
+        options = ("--algo", "gradascent", "--epochs", 1, "--lr", "1e-3")
+        mpu("unlearn", "base", *options, fails="forget.jsonl, line 1: the tokenizer returned token", status=1, cwd=root)
+        private = mpu("unlearn", "base", *options, "--dp-epsilon", 8, cwd=root)
+        assert "1 of 6 records of the forget set are left out" in private.err
+
+    def test_a_set_of_which_nothing_is_left(self, mpu: Callable, root: Path) -> None:
+        """To stop would tell that every record was rejected: noise alone is trained on."""
+        (root / "base/chat_template.jinja").write_text("{{ raise_exception('no') }}")
+        options = ("--algo", "gradascent", "--epochs", 1, "--lr", "1e-3", "--dp-epsilon", 8, "--template", "chat")
+        mpu("unlearn", "base", *options, "--out", "d.safetensors", cwd=root)
+        assert any(bool(change.any()) for change in load_file(root / "d.safetensors").values())
+
+
+def _train_within_budget(path: str, number: int, budget: float) -> bool:
+    mechanism = Mechanism(20.0, 0.1, 10)
+    try:
+        entry = LedgerEntry(f"{number}", "r", 1, number, f"w{number}", "npo", 4, mechanism=mechanism)
+        write_down(Path(path), entry, delta=1e-5, budget=budget)
+    except MpuError:
+        return False
+    return True
+
+
+class TestTheLedger:
+    @pytest.mark.slow
+    def test_parallel_first_trainings_share_a_budget(self, tmp_path: Path) -> None:
+        """Of eight at once in four processes, one may begin, and no line is lost."""
+        mechanism = Mechanism(20.0, 0.1, 10)
+        one_training, two_trainings = (composed_epsilon([mechanism] * count, 1e-5) for count in (1, 2))
+        budget = (one_training + two_trainings) / 2
+        with get_context("spawn").Pool(4) as pool:
+            for trial in range(8):
+                path = tmp_path / str(trial) / "ledger.jsonl"
+                path.parent.mkdir(mode=0o700)
+                if trial % 2:
+                    path.write_text('{"unfinished')
+                begun = pool.starmap(_train_within_budget, [(str(path), i, budget) for i in range(8)], chunksize=1)
+                assert sum(begun) == 1
+                assert len(read_ledger(path)) == 1
+                assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+class TestUnderDP:
+    """Nothing that is seen outside depends on the records, but through the mechanism."""
+
+    @pytest.mark.slow
+    def test_a_copy_is_judged_by_its_weights(self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Units that are parallel, as in traps: refused in the same words, whatever the records are."""
+        file = root / "base" / "model.safetensors"
+        tensors = load_file(file)
+        gate = tensors["model.layers.0.mlp.gate_proj.weight"]
+        gate[1 : len(gate) // 2] = gate[0]
+        save_file(tensors, file, {"format": "pt"})
+        options = [*TRAINING, "--algo", "graddiff", "--out", "d.safetensors", "--dp-epsilon", 8]
+        write_records(root / "other.jsonl", 15, 9)
+        outcomes = [
+            mpu("unlearn", "base", *options, "--forget", name, check=False, cwd=root)
+            for name in ("forget.jsonl", "other.jsonl")
+        ]
+        assert "units built to record single tokens" in outcomes[0].err
+        assert outcomes[0].err == outcomes[1].err
+        monkeypatch.setattr(copycheck, "ffn_units", pytest.fail)  # nothing that records decide is looked at
+        mpu("unlearn", "base", *options, "--trust-copy", cwd=root)
+
+    @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+    def test_one_record_moves_the_sum_by_the_clip_at_most(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
+    ) -> None:
+        """In every precision that is allowed: the sums that noise is added to, with a record and without it."""
+        base = save(random_model("llama", seed=1), tmp_path / "base")
+        rows = write_records(tmp_path / "all.jsonl", 64, 1).read_text().splitlines(keepends=True)
+
+        def summed(count: int) -> torch.Tensor:
+            (tmp_path / "forget.jsonl").write_text("".join(rows[:count]))
+            sums: list[torch.Tensor] = []
+
+            def capture(x: torch.Tensor, *_: object) -> torch.Tensor:
+                sums.append(x.detach().double().reshape(-1).clone())
+                return x
+
+            monkeypatch.setattr(private, "with_noise", capture)
+            unlearn(
+                base, out=tmp_path / "d.safetensors", force=True, forget=str(tmp_path / "forget.jsonl"),
+                template="plain", trust_copy=True, dp_epsilon=8.0, batch_size=4096, epochs=1, lr=1e-4,
+                algo="gradascent", precision=precision,
+            )  # fmt: skip
+            return torch.cat(sums)
+
+        moved = float((summed(64) - summed(63)).norm())
+        assert 0.5 < moved <= 1 + 1e-5  # of a clip of 1, which these gradients exceed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("named", ["./retain.jsonl", "retain.jsonl", "absolute"])
+@pytest.mark.parametrize("variable", ["MPU_UNLEARN_RETAIN", "MPU_UNLEARN_FORGET"])
+def test_records_that_the_environment_names_are_not_public(
+    mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch, variable: str, named: str
+) -> None:
+    write_records(root / "public.jsonl", 6, 1)
+    path = str((root / "private.jsonl").resolve()) if named == "absolute" else named
+    write_records(root / Path(path).name, 6, 2)
+    monkeypatch.setenv(variable, path)
+    given = ["--retain", "public.jsonl"] if variable.endswith("FORGET") else ["--forget", "public.jsonl"]
+    refused = mpu("unlearn", "base", *given, "--public-records", "--dry-run", check=False, cwd=root)
+    assert refused.status == 2
+    assert "is where private records are expected" in refused.err
+    monkeypatch.delenv(variable)
+    mpu("unlearn", "base", "--forget", "public.jsonl", "--retain", "public.jsonl", "--public-records", "--dry-run",
+        cwd=root)  # fmt: skip

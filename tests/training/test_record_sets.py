@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -93,3 +94,11 @@ def test_unseen_records_are_asked_about_and_in_the_ledger(
     entries = read_ledger(default_ledger_path())
     assert len({entry.data for entry in entries}) == 2
     assert {entry.records for entry in entries} == {18}
+
+
+def test_records_are_digested_as_the_client_has_them(root: Path) -> None:
+    """The digest in a tag is of texts, options apart: no tokenizer is involved."""
+    records = read_records(root / "forget.jsonl")
+    digests = {records_digest(Dataset(part)) for part in (records, records[1:], records[::-1])}
+    assert len(digests) == 3
+    assert all(len(digest) == len(hashlib.sha256(b"").hexdigest()) for digest in digests)

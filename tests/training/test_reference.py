@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from mpu_cli.errors import UsageError
@@ -21,6 +21,7 @@ from mpu_cli.records.forms import parse_date, question
 from mpu_cli.records.read import read_records
 from mpu_cli.training.delta import default_secret_path, training_tag
 from mpu_cli.training.reference import forward
+from tests.helpers.attacks import WORD, edit, publish_copies, treat_word_differently, unlearn_copy, write_records_with
 from tests.helpers.models import load, random_model, save, write_records
 from tests.helpers.protocol import tensors
 
@@ -130,6 +131,22 @@ class TestReferenceFile:
             mpu("unlearn", "r1/copy_1", *common, "--algo", algorithm, cwd=root, fails="--reference-file", status=2)
         mpu("unlearn", "r1/copy_1", *common, "--reference-file", "r.bin", cwd=root, refused="name it r.safetensors")
         assert (root / "ref.safetensors").read_bytes() == before
+
+    @pytest.mark.parametrize("word", [WORD, "w7"])
+    def test_a_reference_file_is_no_oracle_either(self, mpu: Callable, root: Path, word: str) -> None:
+        """Probabilities of round 1 are refused for a copy of another template, whatever the records hold."""
+        write_records_with(word, root)
+        honest, _ = publish_copies(mpu, root)
+        options = ("--algo", "npo", "--reference-file", "ref.safetensors", "--trust-copy", "--template", "chat")
+        unlearn_copy(mpu, root, honest, "1", *options)
+        treat_word_differently(honest)
+        facts = json.loads((honest / "mpu.json").read_text())
+        assert facts["round"] == 1
+        edit(honest / "mpu.json", round=2)
+        weights = load_file(honest / "model.safetensors")
+        metadata = {"mpu": json.dumps(json.loads((honest / "mpu.json").read_text()))}
+        save_file(weights, honest / "model.safetensors", metadata)
+        unlearn_copy(mpu, root, honest, "2", *options, fails="tokenizer, template or config", status=1)
 
 
 def facts(copy: Path) -> dict:
@@ -270,6 +287,23 @@ class TestTags:
         mpu("unlearn", "base", *TRAINING, "--out", "d.safetensors", cwd=root)
         assert "trained" not in facts_of(open_checkpoint(root / "d.safetensors").metadata)
 
+    @pytest.mark.parametrize("word", [WORD, "w7"])
+    def test_a_tag_says_nothing_of_a_copys_encoding(self, mpu: Callable, root: Path, word: str) -> None:
+        """Trained all the same, both copies have one tag, with the word in the records and without."""
+        write_records_with(word, root)
+        honest, crafted = publish_copies(mpu, root)
+        treat_word_differently(crafted)
+        for number, copy in enumerate((honest, crafted), 1):
+            unlearn_copy(mpu, root, copy, str(number), "--template", "chat", "--trust-copy")
+        honest_tags, crafted_tags = (tags_of(root / f"{number}.safetensors") for number in (1, 2))
+        assert honest_tags == crafted_tags is not None
+
+    @pytest.mark.slow
+    def test_there_is_none_under_dp(self, mpu: Callable, root: Path) -> None:
+        honest, _ = publish_copies(mpu, root)
+        unlearn_copy(mpu, root, honest, "1", "--dp-epsilon", 8)
+        assert not tags_of(root / "1.safetensors")
+
 
 @pytest.mark.parametrize(
     ("symmetries", "optimizer", "warned"),
@@ -285,3 +319,7 @@ def test_an_optimizer_that_does_not_suit_the_copy(
     assert f"symmetries    {symmetries}".split() == mpu("inspect", "r1/copy_1", cwd=root).out.splitlines()[4].split()
     outcome = mpu("unlearn", "r1/copy_1", *TRAINING, "--optim", optimizer, "--out", "d.safetensors", cwd=root)
     assert ("--symmetries signed" in outcome.err) is warned
+
+
+def tags_of(delta: Path) -> dict[str, str] | None:
+    return delta_manifest(open_checkpoint(delta).metadata, delta).trained

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +40,7 @@ from mpu_cli.training.execution import check_sharding, last_checkpoint
 from mpu_cli.training.loop import drop_repeated_steps
 from mpu_cli.training.reference import Reference, forward
 from mpu_cli.training.unlearn import unlearn
+from tests.helpers.attacks import publish_copies, unlearn_copy
 from tests.helpers.models import random_model, save, write_records
 from tests.helpers.paths import ROOT
 from tests.helpers.stopping import stop_when
@@ -661,3 +663,18 @@ def test_a_dry_run_counts_checkpoints(mpu, folder):
     )
     weights = (folder / "base/model.safetensors").stat().st_size
     assert resumed["disk"]["needed"] - plain["disk"]["needed"] > 5 * weights  # two, of weights and Adam's two states
+
+
+class TestAPlantedCheckpoint:
+    def test_one_that_mpu_did_not_write(self, mpu: Callable, root: Path) -> None:
+        """Planted beside the delta, with a seal made with another secret: nothing is trained on it."""
+        honest, _ = publish_copies(mpu, root)
+        planted = root / "d.safetensors.resume/checkpoint-1"
+        planted.mkdir(parents=True)
+        for name in ("model.safetensors", "config.json"):
+            (planted / name).write_bytes((honest / name).read_bytes())
+        (planted / "trainer_state.json").write_text("{}")
+        (planted / "mpu-seal.json").write_text(json.dumps({"hmac-sha256": "0" * 64}))
+        unlearn_copy(mpu, root, honest, "d", "--resume", fails="not a checkpoint that this mpu wrote", status=1)
+        (planted / "mpu-seal.json").unlink()
+        unlearn_copy(mpu, root, honest, "d", "--resume")  # it counts as one that was never finished

@@ -1,0 +1,13 @@
+"""Options of trainings that tests of several commands run."""
+
+from __future__ import annotations
+
+BRIEF = (
+    "--algo", "npo", "--epochs", 2, "--lr", 0.001, "--batch-size", 3,
+    "--optim", "adamw-blockwise", "--template", "plain",
+)  # fmt: skip
+
+FORGETTING = (
+    "--algo", "npo", "--beta", 2.0, "--lr", 0.0003, "--epochs", 10,
+    "--batch-size", 5, "--optim", "adamw-blockwise",
+)  # fmt: skip
