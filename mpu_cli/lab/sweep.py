@@ -521,8 +521,11 @@ def _with_retain_log(cell: Cell, folder: Path, observer: Observer) -> Cell:
     if not log.exists():
         observer.note(f"measuring {model}, the retain model")
         benchmark = benchmark_of(cell.measuring, None)
-        metric_names = [*cell.measuring.metrics, *LOGGED] if cell.measuring.metrics else []
-        options = replace(cell.measuring, metrics=tuple(name for name in metric_names if name in benchmark.metrics))
+        names = cell.measuring.metrics
+        if names:
+            logged = [name for name in LOGGED if name in benchmark.metrics]
+            names = tuple(name for name in (*names, *logged) if name != FORGET_QUALITY)
+        options = replace(cell.measuring, metrics=names)
         evaluate(open_model(str(model)), benchmark, options, out=log, observer=observer)
     evaluation = {name: value for name, value in cell.evaluation.items() if name != RETAIN_MODEL}
     return replace(cell, evaluation={**evaluation, "retain_log": str(log)})

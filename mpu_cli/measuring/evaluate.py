@@ -22,7 +22,16 @@ from mpu_cli.measuring.benchmarks.base import Benchmark, Split
 from mpu_cli.measuring.encoding import Encoder, Item, TrainedEncoder, encoder_of
 from mpu_cli.measuring.endpoint import UNSERVED_METRICS, Endpoint, check_installed, run_tasks
 from mpu_cli.measuring.generation import Answer, Shown, answer, reading, remark_on_generation
-from mpu_cli.measuring.metrics import GRADIENTS, REFERENCE, SIDES, Metric, MetricResult, attack_key, gradient_norms
+from mpu_cli.measuring.metrics import (
+    GRADIENTS,
+    REFERENCE,
+    SIDES,
+    Metric,
+    MetricResult,
+    attack_key,
+    gradient_norms,
+    imported_metric,
+)
 from mpu_cli.measuring.results import Findings, Subject, digest_of, facts_of, read_findings
 from mpu_cli.measuring.retain import RetainLog, read_retain_log
 from mpu_cli.measuring.scoring import Scorer
@@ -34,6 +43,7 @@ from mpu_cli.model.tensors import check_bitsandbytes
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.records.tokens import decode
+from mpu_cli.wording import few
 
 # A model at work: what passes over records and attacks on forgetting are carried out with.
 
@@ -184,7 +194,7 @@ def passes_for(
             yield Pass(keys, (split,), find, split.source, rows * len(parts), parts=parts)
         if f"{split.name}.text" in needs:
             yield Pass((f"{split.name}.text",), (split,), partial(_say, split), f"{split.source}, answers", rows)
-    if GRADIENTS in needs:
+    if GRADIENTS in needs and len(sides) == len(SIDES):
         yield Pass((GRADIENTS,), sides, partial(_gradients, sides), "gradients", sum(len(s.rows) for s in sides))
     if tasks:
         yield Pass((harness_key(tasks),), (), partial(_harness, tasks), "harness", 0)
@@ -194,7 +204,7 @@ def passes_for(
             read = tuple(benchmark.splits[each] for each in attack.reads if each in benchmark.splits)
             find = partial(_run_attack, key, attack, read)
             yield Pass((key,), read, find, name, len(read[0].rows), alters=attack.alters)
-    if REFERENCE in needs:  # last, because it takes the model's place
+    if REFERENCE in needs and len(sides) == len(SIDES):  # last, because it takes the model's place
         count = sum(len(split.rows) for split in sides)
         find = partial(_reference, sides)
         yield Pass((REFERENCE,), sides, find, "reference model", count, with_delta=False, alters=True)
@@ -412,14 +422,17 @@ def choose(benchmark: Benchmark, options: Measuring, served: bool = False) -> di
         for name in UNSERVED_METRICS:
             table.pop(name, None)
     table |= benchmark.attack_metrics
-    if unknown := [name for name in names if name not in table]:
-        needs_log = "forget_quality needs --retain-log with a result that has forget_truth_ratio"
-        raise UsageError(
-            f"--metrics {unknown[0]}: no such metric for {benchmark.name} here (available: {', '.join(table)})",
-            needs_log if "forget_quality" in unknown else None,
-        )
-    if "mia_reference" in names and not with_reference:
-        raise UsageError("--metrics mia_reference: needs --reference-model")
+    if "forget_quality" in names and "forget_quality" not in table:
+        raise UsageError("--metrics forget_quality: needs --retain-log with a result that has forget_truth_ratio")
+    for name in names:
+        if name not in table:
+            metric = imported_metric(name, table, benchmark.splits)
+            if unknown := [other for other in metric.dependencies if other not in table]:
+                raise UsageError(f"--metrics {name}: computed from {unknown[0]}, which {benchmark.name} does not have")
+            table[name] = metric
+    for name in names:
+        if REFERENCE in table[name].needs and not with_reference:
+            raise UsageError(f"--metrics {name}: needs --reference-model")
     selected_names = set(names or table) | set(benchmark.attack_metrics)
     if not with_reference:
         selected_names.discard("mia_reference")
@@ -475,6 +488,11 @@ def evaluate(
         check_installed()
         needs.add(harness_key(lm_eval))
     passes = list(passes_for(needs, benchmark, lm_eval, shown_split, show))
+    if missing := needs - {key for each in passes for key in each.keys}:  # of a metric of somebody else's
+        raise UsageError(
+            f"--metrics: {min(missing)!r} is needed, and cannot be measured on {benchmark.name}",
+            f"its records are {few(list(benchmark.splits)) or 'those of the harness'}",
+        )
     for warning in benchmark.warnings:
         observer.warn(warning)
     used = [split for split in benchmark.splits.values() if any(split in each.splits for each in passes)]

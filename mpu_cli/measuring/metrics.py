@@ -9,21 +9,23 @@ them. A metric names the keys it needs and the metrics it is computed from.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, wraps
+from numbers import Real
 from typing import Any, ParamSpec
 
 import torch
 from transformers import PreTrainedModel
 
-from mpu_cli.errors import MpuError
+from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.reader import worker_pool
 from mpu_cli.heap import suit_heap_to
 from mpu_cli.measuring.encoding import Item
 from mpu_cli.measuring.endpoint import AnyScript
 from mpu_cli.measuring.scoring import ADVICE, logits_of, passes_at_once, weights_of
 from mpu_cli.model.device import memory_in_mind
+from mpu_cli.plugins import load_plugin, reporting_errors
 
 # Where a metric should go; RETAIN is near the value of a model that never saw the forget set, for attacks.
 UP, DOWN, ZERO, RETAIN = "up", "down", "zero", "retain"
@@ -64,6 +66,33 @@ def with_definition(maker: Callable[Arguments, Metric]) -> Callable[Arguments, M
         return replace(maker(*arguments, **named), says=" ".join((maker.__doc__ or "").split()))
 
     return metric_with_definition
+
+
+def imported_metric(name: str, built_in: Collection[str], splits: Iterable[str]) -> Metric:
+    """A metric of an installed package, by its entry point in ``mpu.metrics``, or of ``module:function``: a Metric, or
+    a function that computes the value from the ``SPLIT.answer`` findings of all ``splits``; more should be better.
+
+    Raises UsageError if there is none of that name beside the ``built_in`` ones, or if it cannot be imported.
+    """
+    label = f"--metrics {name}"
+    imported = load_plugin("metric", name, "--metrics", built_in)
+    if not isinstance(imported, Metric):
+        if not callable(imported):
+            raise UsageError(f"{label}: neither a Metric nor a function that returns a number")
+        function: Callable[[Findings], object] = imported
+        answers = tuple(f"{split}.answer" for split in splits)
+        imported = Metric(answers, lambda findings, _: function(findings))  # type: ignore[arg-type,return-value]
+    metric, compute = imported, reporting_errors(label, imported.make)
+
+    def make(findings: Findings, forms: Mapping[str, MetricResult]) -> MetricResult:
+        result: object = compute(findings, forms)
+        form = dict(result) if isinstance(result, Mapping) else {"agg_value": result}
+        value = form.get("agg_value")
+        if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
+            raise MpuError(f"{label}: returned {result!r:.80}", "return a finite number, or a form with agg_value")
+        return {**form, "agg_value": float(value), "goal": metric.goal}  # tables do not import it
+
+    return replace(metric, make=make)
 
 
 def by_index(rows: Sequence[Mapping[str, object]], agg_value: float) -> MetricResult:

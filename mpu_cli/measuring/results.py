@@ -92,7 +92,7 @@ def retain_value(results: Sequence[Evaluated], name: str) -> float | None:
 def goal(name: str, form: Mapping[str, object] | None = None) -> str:
     """Which way a metric is better: "up", "down", "zero", or "retain" (an attack: near the retain model's value).
 
-    ``form`` is the metric's form, where harness tasks state their own direction.
+    ``form`` is the metric's form, where harness tasks and metrics of other packages state their own.
     """
     if name.startswith(HAZARDOUS):
         return DOWN
@@ -101,6 +101,8 @@ def goal(name: str, form: Mapping[str, object] | None = None) -> str:
     metrics = known_metrics()
     if name in metrics:
         return metrics[name].goal
+    if form and form.get("goal") in (UP, DOWN, ZERO, RETAIN):
+        return str(form["goal"])
     return DOWN if name.startswith("forget") else UP
 
 

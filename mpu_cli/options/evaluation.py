@@ -135,7 +135,12 @@ class Recovery(Options):
 class Measuring(Options):
     """Everything that decides the numbers of an evaluation, except the model."""
 
-    metrics: tuple[str, ...] = option((), "Metrics to compute, comma-separated (default: all).", metavar="NAMES")
+    metrics: tuple[str, ...] = option(
+        (),
+        "Metrics to compute, comma-separated, also of installed packages or your own as module:function (default: all "
+        "of the benchmark's).",
+        metavar="NAMES",
+    )
     retain_log: Path | None = option(
         None,
         "Result for a model that never saw the forget set: from mpu eval, or OpenUnlearning's …_EVAL.json.",

@@ -10,11 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import cached_property, wraps
-from importlib import import_module
-from importlib.metadata import entry_points
-from traceback import extract_tb
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -24,6 +20,7 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.model.network import Head, Logits
 from mpu_cli.options.declare import declared_options
 from mpu_cli.options.unlearning import Loss
+from mpu_cli.plugins import load_plugin, reporting_errors
 from mpu_cli.records.encode import IGNORED
 
 # ruff: noqa: ARG001 (all forget terms have the same signature)
@@ -372,50 +369,27 @@ def algorithm_named(name: str) -> Algorithm:
     """
     if name in ALGORITHMS:
         return ALGORITHMS[name]
-    installed = entry_points(group="mpu.algorithms")
-    module, _, attribute = name.partition(":")
-    if not attribute and name not in installed.names:
-        known = [*ALGORITHMS, *installed.names]
-        close = get_close_matches(name, known, 1)
-        hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}, or write module:function"
-        raise UsageError(f"--algo {name}: no such algorithm", hint)
-    try:
-        imported = getattr(import_module(module), attribute) if attribute else installed[name].load()
-    except ImportError as error:
-        raise UsageError(
-            f"--algo {name}: cannot be imported: {error}", "is its folder in PYTHONPATH? This one is not looked into"
-        ) from error
-    except AttributeError as error:
-        raise UsageError(f"--algo {name}: {error}", "name a function of that module") from error
+    imported = load_plugin("algorithm", name, "--algo", ALGORITHMS)
     if isinstance(imported, Algorithm):
         return imported
     if not callable(imported):
         raise UsageError(f"--algo {name}: neither an Algorithm nor a function that returns a loss")
-    return Algorithm(_checked(name, imported), Constants(), CUSTOM_CONSTANTS)
+    return Algorithm(_checked(f"--algo {name}", imported), Constants(), CUSTOM_CONSTANTS)
 
 
-def _checked(name: str, term: Callable[..., object]) -> Callable[..., torch.Tensor]:
-    """``term``, of somebody else's module, with its errors reported as such: raises MpuError for whatever it raises,
-    and if it does not return a scalar."""
+def _checked(label: str, term: Callable[..., object]) -> Callable[..., torch.Tensor]:
+    """``term``, of somebody else's module: raises MpuError for whatever it raises, and if it does not return a
+    scalar."""
+    reported = reporting_errors(label, term)
 
     @wraps(term)
     def checked(*inputs: object) -> torch.Tensor:
-        try:
-            value = term(*inputs)
-        except (Exception, SystemExit) as error:
-            if isinstance(error, MpuError | MemoryError) or "memory" in str(error):  # which a smaller part may not need
-                raise
-            last = extract_tb(error.__traceback__)[-1]
-            raise MpuError(
-                f"--algo {name}: raised {type(error).__name__}: {error}", f"see {last.filename}, line {last.lineno}"
-            ) from error
+        value = reported(*inputs)
         if not isinstance(value, torch.Tensor) or value.ndim:
             returned = type(value).__name__
             if isinstance(value, torch.Tensor):
                 returned = f"a tensor of shape {list(value.shape)}"
-            raise MpuError(
-                f"--algo {name}: returned {returned}", "return a tensor without dimensions, as token_mean does"
-            )
+            raise MpuError(f"{label}: returned {returned}", "return a tensor without dimensions, as token_mean does")
         return value
 
     return checked

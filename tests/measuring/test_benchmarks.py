@@ -138,6 +138,45 @@ class TestOwnRecords:
         assert set(results) == {"forget_Q_A_Prob", "forget_Q_A_Prob_content", "forget_Q_A_ROUGE", "extraction_strength",
                              "exact_memorization"}  # fmt: skip
 
+    @pytest.mark.slow
+    def test_a_metric_of_ones_own(
+        self, mpu: Callable, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A function in a module and a Metric of an installed package give what the built-in ones give, and tables
+        follow its goal."""
+        (tmp_path / "my_metrics.py").write_text(
+            "import math\n"
+            "from mpu_cli.measuring.metrics import DOWN, Metric\n"
+            "def odds(findings):\n"
+            "    return max(math.exp(-answer['loss']) for answer in findings['retain.answer'])\n"
+            "gap = Metric((), lambda _, forms: forms['forget_Q_A_Prob']['agg_value'] - 1, DOWN, ('forget_Q_A_Prob',))\n"
+            "elsewhere = Metric(('holdout.answer',), lambda findings, _: 1.0)\n"
+            "def nan(findings):\n    return math.nan\n"
+            "def fails(findings):\n    return findings['forgotten']\n"
+        )
+        installed = tmp_path / "my_metrics-1.dist-info"
+        installed.mkdir()
+        (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my-metrics\nVersion: 1\n")
+        (installed / "entry_points.txt").write_text("[mpu.metrics]\ngap = my_metrics:gap\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        for name in ("forget", "retain"):
+            rows = [{"question": "w3", "answer": f"w4 {name} w{number}"} for number in (5, 6)]
+            (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        records = [part for name in ("forget", "retain") for part in (f"--{name}", tmp_path / f"{name}.jsonl")]
+        given, out = ("eval", model, *records, "--metrics"), tmp_path / "eval.json"
+        mpu(*given, "my_metrics:odds,gap,retain_Q_A_Prob", "--out", out)
+        forms = json.loads(out.read_text())["metrics"]
+        retained = forms["retain_Q_A_Prob"]["value_by_index"].values()
+        assert forms["my_metrics:odds"]["agg_value"] == pytest.approx(max(record["prob"] for record in retained))
+        assert forms["gap"]["agg_value"] == pytest.approx(forms["forget_Q_A_Prob"]["agg_value"] - 1)
+        assert [goal(name, forms[name]) for name in ("gap", "my_metrics:odds")] == ["down", "up"]
+        assert "my_metrics:odds" in mpu("compare", out, "--metrics", "gap,my_metrics:odds").out
+        for name, says in {
+            "nan": "return a finite number", "fails": "my_metrics.py, line 10", "no": "name a function",
+            "elsewhere": "'holdout.answer'",
+        }.items():  # fmt: skip
+            mpu(*given, f"my_metrics:{name}", "--out", tmp_path / "w.json", fails=says)
+
     def test_memorisation_of_one_word(self) -> None:
         """A wrong answer of one word has none, where OpenUnlearning's bound gives it all; the end does not count."""
         scores = TokenScores(torch.tensor([9.0, 0.0]), torch.tensor([-9.0, 0.0]), torch.tensor([4, 1]))

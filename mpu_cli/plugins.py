@@ -1,0 +1,57 @@
+"""Functions of other packages, by ``module:function`` or by the name of an entry point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from difflib import get_close_matches
+from functools import wraps
+from importlib import import_module
+from importlib.metadata import entry_points
+from traceback import extract_tb
+from typing import TypeVar
+
+from mpu_cli.errors import MpuError, UsageError
+
+Result = TypeVar("Result")
+
+
+def load_plugin(kind: str, name: str, flag: str, built_in: Collection[str]) -> object:
+    """What ``name``, a value of the option ``flag``, stands for: an entry point in ``mpu.KINDs``, or
+    ``module:function``.
+
+    Raises UsageError if there is none of that name beside the ``built_in`` ones, or if it cannot be imported.
+    """
+    installed = entry_points(group=f"mpu.{kind}s")
+    module, _, attribute = name.partition(":")
+    if not attribute and name not in installed.names:
+        known = [*built_in, *installed.names]
+        close = get_close_matches(name, known, 1)
+        hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(known)}, or write module:function"
+        raise UsageError(f"{flag} {name}: no such {kind}", hint)
+    try:
+        return getattr(import_module(module), attribute) if attribute else installed[name].load()
+    except ImportError as error:
+        raise UsageError(
+            f"{flag} {name}: cannot be imported: {error}", "is its folder in PYTHONPATH? This one is not looked into"
+        ) from error
+    except AttributeError as error:
+        raise UsageError(f"{flag} {name}: {error}", "name a function of that module") from error
+
+
+def reporting_errors(label: str, function: Callable[..., Result]) -> Callable[..., Result]:
+    """``function``, of somebody else's module, with whatever it raises as an MpuError that names ``label`` and the
+    line; memory that ran out is raised as it is, because a smaller part may not need it."""
+
+    @wraps(function)
+    def call(*arguments: object) -> Result:
+        try:
+            return function(*arguments)
+        except (Exception, SystemExit) as error:
+            if isinstance(error, MpuError | MemoryError) or "memory" in str(error):
+                raise
+            last = extract_tb(error.__traceback__)[-1]
+            raise MpuError(
+                f"{label}: raised {type(error).__name__}: {error}", f"see {last.filename}, line {last.lineno}"
+            ) from error
+
+    return call
