@@ -20,6 +20,7 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
 from mpu_cli.files.reader import all_finite
 from mpu_cli.lab.alignment import layer_maps, model_maps, residual_map, undo
+from mpu_cli.model.family import SETS
 from mpu_cli.model.layout import TensorLayout
 from mpu_cli.model.sampling import AxisMap, Maps
 from mpu_cli.model.shallow import shallow
@@ -564,7 +565,7 @@ def _believed_symmetries(manifests: _Manifests, requested: str | None) -> list[s
     """The sets that the attacker tries: the one given, else the one stated in the copies, else each."""
     if requested:
         return [requested]
-    tried = ["signed", "paper", "all"]
+    tried = [name for name in SETS if name != "none"]
     named = manifests[0].symmetries if manifests[0] else None
     return [named] if named in tried else tried
 

@@ -190,7 +190,6 @@ GROUPED = (
 ORDERED = ("m-inner", "m-state", "m-rank")  # axes with an order of their own, and nothing more
 LATENTS = ("q-latent", "kv-latent")
 QK, VO = ("query", "key"), ("value", "mixed")
-SETS = ("signed", "paper", "all", "none")
 EVERY = "every"  # the union of all sets, up to which two copies are compared; no publication can choose it
 
 
@@ -266,6 +265,7 @@ SYMMETRY_SETS = {
     "all": SymmetrySet(signs=False, beyond_paper=True, quarter_turns=False),
     EVERY: SymmetrySet(signs=True, beyond_paper=True, quarter_turns=False),
 }
+SETS = (*(name for name in SYMMETRY_SETS if name != EVERY), "none")
 
 
 def symmetries_of_layer(name: str, layer: Structure) -> tuple[Symmetry, ...]:

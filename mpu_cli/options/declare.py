@@ -181,6 +181,7 @@ def option(
     default: Any,
     help: str,
     *,
+    choices: tuple[str, ...] = (),
     metavar: str | None = None,
     least: float | None = None,
     above: float | None = None,
@@ -192,13 +193,15 @@ def option(
     hidden: bool = False,
     in_files: bool = True,
 ) -> Any:
-    """A field of a group. ``default`` ``...`` makes it required; ``flag``: on the command line, if it is not the name
-    with hyphens; ``argument``: positional there and in Python; ``panel``: in help, if it is not the group's.
+    """A field of a group. ``default`` ``...`` makes it required; ``choices``: in place of a Literal's; ``flag``: on the
+    command line, if it is not the name with hyphens; ``argument``: positional there and in Python; ``panel``: in help,
+    if it is not the group's.
     ``in_files`` is False for what a file of options, which may be another party's, must not do unnoticed: run a
     program, send something, choose secrets, replace files, leave out a check."""
     bounded = (least, above, below) != (None, None, None)
     metadata = {  # its names are those of fields of ``Declaration``
         "help": help,
+        "choices": choices,
         "metavar": metavar,
         "range": Range(least, above, below) if bounded else None,
         "flag": flag,
@@ -307,18 +310,18 @@ def _declaration(group_class: type, group_field: Field, hint: Any) -> Declaratio
     if len(kinds) > 1 and get_origin(kinds[-1]) is Literal:
         words = get_args(kinds.pop())
     [kind] = kinds
-    choices = get_args(kind) if get_origin(kind) is Literal else ()
+    is_literal = get_origin(kind) is Literal
     item = get_args(kind)[0] if get_origin(kind) is list else str
     described = {
         **group_field.metadata,
         "flag": group_field.metadata["flag"] or "--" + group_field.name.replace("_", "-"),
         "panel": group_field.metadata["panel"] or getattr(group_class, "PANEL", None),
+        "choices": get_args(kind) if is_literal else group_field.metadata["choices"],
     }
     return Declaration(
         name=group_field.name,
-        kind=str if choices else get_origin(kind) or kind,
+        kind=str if is_literal else get_origin(kind) or kind,
         optional=optional,
-        choices=choices,
         default=group_field.default,
         words=words,
         item=item,

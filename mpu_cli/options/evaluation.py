@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from mpu_cli.options.declare import Options, group, option
+from mpu_cli.options.names import ATTACKS
 from mpu_cli.options.publishing import StoredDtype
 from mpu_cli.options.unlearning import DEVICE, Goal, Prompts, Quantization, RecordFormat
 
@@ -111,9 +112,6 @@ class Checking(Options):
     scoring: Scoring = group(Scoring)
 
 
-ATTACKS = ("paraphrase", "context", "sample", "quantise", "relearn")  # those that keep the weights first
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recovery(Options):
     """Attacks that try to bring back what was forgotten."""
@@ -122,8 +120,8 @@ class Recovery(Options):
 
     attacks: tuple[str, ...] = option(
         (),
-        "Try to bring back what was forgotten, and measure how far that goes: paraphrase, context, sample, quantise, "
-        "relearn (comma-separated; tofu and qa).",
+        f"Try to bring back what was forgotten, and measure how far that goes: {', '.join(ATTACKS)} (comma-separated; "
+        "tofu and qa).",
         metavar="NAMES",
     )
     samples: int = option(8, "sample: answers drawn for each question, of which the best counts.", least=1)

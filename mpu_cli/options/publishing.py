@@ -9,11 +9,11 @@ from typing import ClassVar, Literal
 
 from mpu_cli.errors import UsageError
 from mpu_cli.options.declare import Options, group, option
+from mpu_cli.options.names import SYMMETRIES
 
 _LAYERS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 NoiseKind = Literal["extrapolate", "zero-sum"]
-Symmetries = Literal["signed", "paper", "all", "none"]
 StoredDtype = Literal["float64", "float32", "float16", "bfloat16"]
 RANDOM = "random"  # of --alphas
 AUTO: Literal["auto"] = "auto"  # of --server-lr
@@ -107,10 +107,11 @@ class Disguise(Copies):
         f"nor --permanent-noise, chooses both so that they hide the task vector (default otherwise: {KAPPA:g}).",
         least=0,
     )
-    symmetries: Symmetries = option(
+    symmetries: str = option(
         "signed",
         "Function-preserving changes of coordinates that hide the weights. signed: permutations and signs, which plain "
         "AdamW follows and which round nothing; paper: as in the paper; all: rotations wherever the model allows them.",
+        choices=SYMMETRIES,
     )
     max_noise: float | None = option(
         None,

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from mpu_cli.options.declare import Options, flat, group, option
+from mpu_cli.options.names import ALGORITHMS, OPTIMIZERS, RETAIN_TERMS
 
-OptimizerName = Literal["adamw", "adamw-blockwise", "sgd", "muon", "lion", "paged_adamw_32bit", "adamw_8bit"]
 Precision = Literal["auto", "float32", "tf32", "mixed", "bfloat16", "float64"]
 Schedule = Literal["constant_with_warmup", "linear", "cosine"]
-RetainLoss = Literal["nll", "kl", "hidden"]
 Quantization = Literal["nf4"]
 Template = Literal["chat", "plain"]
 
@@ -118,7 +117,7 @@ class Loss(Options):
 
     PANEL: ClassVar[str] = "Constants of the algorithm"
 
-    retain_loss: RetainLoss | None = option(None, "Retain term (default: nll; hinge kl, rmu hidden).")
+    retain_loss: str | None = option(None, "Retain term (default: nll; hinge kl, rmu hidden).", choices=RETAIN_TERMS)
     gamma: float | None = option(None, "γ, weight of the forget term (default: 1; satimp 0.1, simnpo 0.125).", least=0)
     alpha: float | None = option(
         None,
@@ -157,9 +156,10 @@ class Training(Options):
 
     PANEL: ClassVar[str] = "Training"
 
-    optim: OptimizerName = option(
+    optim: str = option(
         "adamw",
         "Optimiser: adamw is the paper's; adamw-blockwise commutes with every change of coordinates.",
+        choices=OPTIMIZERS,
     )
     lr: float | Literal["auto"] = option(
         AUTO,
@@ -276,8 +276,7 @@ class Unlearning(Options):
 
     algo: str = option(
         "hinge",
-        "Unlearning algorithm: hinge, npo, graddiff, gradascent, dpo, simnpo, undial, ceu, pdu, satimp, wga, rmu, one "
-        "of an installed package, or your own as module:function.",
+        f"Unlearning algorithm: {', '.join(ALGORITHMS)}, one of an installed package, or your own as module:function.",
         metavar="NAME",
     )
     epochs: int | None = option(

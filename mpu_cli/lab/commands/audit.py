@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.commands.secrets import opened_keys
 from mpu_cli.errors import MpuError
@@ -12,6 +12,7 @@ from mpu_cli.files.manifest import read_copy_manifest
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Opening, Report, paths_from
 from mpu_cli.options.declare import group, option
+from mpu_cli.options.names import SYMMETRIES
 from mpu_cli.options.publishing import NoiseKind
 from mpu_cli.wording import few
 
@@ -53,9 +54,10 @@ class Audit(Command):
     alphas: str | None = option(
         None, "zero-sum: α that the attacker assumes (default: as for publish).", metavar="A,B,…"
     )
-    symmetries: Literal["signed", "paper", "all"] | None = option(
-        None, "Symmetries that the attacker assumes (default: as stated in the copies, else try each)."
-    )
+    symmetries: str | None = option(
+        None, "Symmetries that the attacker assumes (default: as stated in the copies, else try each).",
+        choices=tuple(name for name in SYMMETRIES if name != "none"),
+    )  # fmt: skip
     keys: Path | None = option(
         None,
         "Keys of the publication, to check that the copies belong to it and report κ; no attack reads them.",

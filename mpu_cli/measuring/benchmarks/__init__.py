@@ -13,7 +13,8 @@ from mpu_cli.measuring.benchmarks.base import Benchmark, Row, Split
 from mpu_cli.measuring.metrics import Metric
 from mpu_cli.measuring.retain import RetainLog
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.evaluation import ATTACKS, Measuring
+from mpu_cli.options.evaluation import Measuring
+from mpu_cli.options.names import ATTACKS
 
 __all__ = ["BENCHMARKS", "Benchmark", "Row", "Split", "benchmark_of", "known_metrics"]
 
