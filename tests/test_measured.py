@@ -72,6 +72,20 @@ def test_numbers_in_the_text_of_the_results_are_in_its_tables() -> None:
     assert numbers(prose) <= numbers(cells)
 
 
+def test_the_page_of_outcomes_counts_its_rows() -> None:
+    """By the noise, and a row passes if its own numbers do."""
+    header, *rows = tables.read_table("outcome")
+    runs = [dict(zip(header, row, strict=True)) for row in rows]
+    for run in runs:
+        left, kept = (float(run[name].removesuffix(" %")) for name in ("left", "kept"))
+        assert run["pass"] == ("yes" if left <= 5 and kept >= 95 else "no")
+    permanent = [run["pass"] == "yes" for run in runs if run["noise"].startswith("permanent")]
+    cancelling = [run["pass"] == "yes" for run in runs if not run["noise"].startswith("permanent")]
+    page = (ROOT / "docs/outcome.md").read_text(encoding="utf-8")
+    counts = [(sum(group), len(group)) for group in (permanent + cancelling, permanent, cancelling)]
+    assert [(int(passed), int(total)) for passed, total in re.findall(r"(\d+) of (\d+)", page)] == counts
+
+
 def test_the_curve_and_the_table_of_relearning_agree() -> None:
     """Both have the probability after 0, 5 and 20 steps, written by two programs."""
     rows = tables.read_table("relearning")[1:]

@@ -77,7 +77,7 @@ LARGEST_SCALE = 1.5  # of a change that was found with noise, which forgets less
 UNFELT_NOISE = 0.01
 # Times the steps after which a copy has forgotten whose scores are not the model's. On the server's model the records
 # go on being forgotten, and what was lost of the others comes back: on SmolLM2 until about three times
-# (docs/algorithms.md).
+# (docs/stopping.md).
 TRAINED_ON = 3
 BEST_WEIGHTS, LOOKS = "mpu-best.safetensors", "mpu-looks.json"  # in a checkpoint
 EVERY = 10  # steps between looks, each of which takes as long as one to three steps
