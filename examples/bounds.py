@@ -165,14 +165,15 @@ def ways(bench: Bench, folder: Path) -> Iterator[dict]:
     for epsilon in arguments.epsilon:
         if "surrogate" in arguments.ways:
             surrogates = folder / "surrogate.jsonl"
-            made = mpu("surrogate", arguments.model, "--forget", arguments.forget, "--dp-epsilon", epsilon,
-                       "--dp-delta", DELTA, "--public", arguments.public, "--out", surrogates, "--force")  # fmt: skip
+            made = mpu("surrogate", arguments.model, "--forget", arguments.forget, "--dp",
+                f"epsilon={epsilon},delta={DELTA}", "--public", arguments.public, "--out", surrogates,
+                "--force")  # fmt: skip
             facts = {"terms": len(made["terms"]), "covered": made["covered_records"], "threshold": made["threshold"]}
             epochs = ("--epochs", arguments.surrogate_epochs or arguments.epochs)
             change = unlearned(arguments, folder, surrogates, "--public-records", *epochs)
             yield from bench.rows("surrogate", epsilon, change, **facts)
         if "dp-sgd" in arguments.ways:
-            options = ("--dp-epsilon", epsilon, "--dp-delta", DELTA)
+            options = ("--dp", f"epsilon={epsilon},delta={DELTA}")
             yield from bench.rows("dp-sgd", epsilon, unlearned(arguments, folder, arguments.forget, *options))
         if "subspace" in arguments.ways:
             yield from bench.rows("subspace", epsilon, in_subspace(bench, epsilon))

@@ -119,7 +119,7 @@ def main() -> None:
                 "--rounds", options.rounds, "--batch-size", 8, "--forget", options.forget, "--retain", options.retain,
                 "--dtype", "float32", "--kappa", 0.01,
                 *(["--pretrained", options.pretrained] if options.pretrained else []),
-                *(["--layer", options.layer] if algorithm == "rmu" else []),
+                *(["--constants", f"layer={options.layer}"] if algorithm == "rmu" else []),
             ]  # fmt: skip
             model = options.work / f"clean-{hashlib.sha256(repr(training).encode()).hexdigest()[:16]}"
             clean = measure([*training, "--mode", "clean"], options, None, model)["losses"]

@@ -35,8 +35,8 @@ TRAININGS = {
     "1 record a step, adamw": ["--epochs", "1", "--batch-size", "1"],
     "5 steps, adamw": ["--epochs", "5"],
     "20 steps, adamw": ["--epochs", "20"],
-    "1 step, LoRA of rank 8": ["--epochs", "1", "--lora-rank", "8"],
-    "5 steps, ε = 8": ["--epochs", "5", "--dp-epsilon", "8"],
+    "1 step, LoRA of rank 8": ["--epochs", "1", "--lora", "rank=8"],
+    "5 steps, ε = 8": ["--epochs", "5", "--dp", "epsilon=8"],
 }
 
 

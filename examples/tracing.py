@@ -200,7 +200,7 @@ def rows(leak: Leak) -> Iterator[tuple[str, Callable[[], Path | str]]]:
         size = ("--epochs", max(1, n * BATCH // records), "--batch-size", BATCH)
         yield f"fine-tuned, {n} steps at 2e-5", lambda size=size: leak.trained(*size, "--lr", "2e-5")
     yield "unlearned (NPO)", lambda: leak.with_delta("--algo", "npo")
-    yield "unlearned (NPO, LoRA)", lambda: leak.with_delta("--algo", "npo", "--lora-rank", 8)
+    yield "unlearned (NPO, LoRA)", lambda: leak.with_delta("--algo", "npo", "--lora", "rank=8")
     nodes = open_keys(leak.folder / "B.bin").publication.scheme.weights.tolist()
     yield "B's three copies, noise cancelled", combined(nodes)
     yield "B's three copies, plain mean", combined([1 / 3, 1 / 3, 1 / 3])

@@ -19,11 +19,11 @@ TRAININGS = {
     "default": [],
     "default, adamw-blockwise": ["--optim", "adamw-blockwise"],
     "default, bfloat16 delta": ["--delta-dtype", "bfloat16"],
-    "LoRA of rank 8": ["--lora-rank", "8"],
+    "LoRA of rank 8": ["--lora", "rank=8"],
     "embeddings, too": ["--train-embeddings"],
     "embeddings, too; adamw-blockwise": ["--train-embeddings", "--optim", "adamw-blockwise"],
     "embeddings, too; bfloat16 delta": ["--train-embeddings", "--delta-dtype", "bfloat16"],
-    "embeddings, too; rmu": ["--train-embeddings", "--algo", "rmu", "--layer", "2"],
+    "embeddings, too; rmu": ["--train-embeddings", "--algo", "rmu", "--constants", "layer=2"],
 }
 
 

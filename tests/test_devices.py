@@ -21,25 +21,25 @@ from tests.helpers.models import random_model, save, write_records
 from tests.helpers.paths import ROOT
 from tests.helpers.stopping import stop_when
 
-COMMON = ["--epochs", "1", "--template", "plain", "--batch-size", "2", "--optim", "sgd", "--lr", "1e-2"]
+COMMON = ["--epochs", "1", "--reading", "template=plain", "--batch-size", "2", "--optim", "sgd", "--lr", "1e-2"]
 STEEP = ("adamw", "muon", "bfloat16")  # where a last bit can become the sign of a step
 TRAININGS = {
     **{algo: ["--algo", algo] for algo in ("gradascent", "npo", "dpo", "undial")},
-    "rmu": ["--algo", "rmu", "--layer", "0"],
-    "kl": ["--algo", "npo", "--retain-loss", "kl"],
-    "lora": ["--algo", "npo", "--lora-rank", "2"],
+    "rmu": ["--algo", "rmu", "--constants", "layer=0"],
+    "kl": ["--algo", "npo", "--constants", "retain_loss=kl"],
+    "lora": ["--algo", "npo", "--lora", "rank=2"],
     "blockwise": ["--algo", "npo", "--optim", "adamw-blockwise"],
     "adamw": ["--algo", "npo", "--optim", "adamw", "--lr", "1e-3"],
 }
 MORE = {
     **{algo: ["--algo", algo] for algo in ("graddiff", "simnpo", "satimp", "wga")},
-    "hidden": ["--algo", "npo", "--retain-loss", "hidden", "--layer", "0"],
+    "hidden": ["--algo", "npo", "--constants", "retain_loss=hidden,layer=0"],
     "muon": ["--algo", "npo", "--optim", "muon"],
-    "checkpointing": ["--algo", "npo", "--gradient-checkpointing"],
+    "checkpointing": ["--algo", "npo", "--training", "gradient_checkpointing"],
     "bfloat16": ["--algo", "npo", "--precision", "bfloat16"],
 }
 MEASURING = ["eval", "base", "--benchmark", "qa", "--forget", "forget.jsonl", "--retain", "retain.jsonl",
-             "--template", "plain"]  # fmt: skip
+             "--reading", "template=plain"]  # fmt: skip
 
 
 @pytest.fixture
@@ -110,11 +110,12 @@ def test_other_ways_to_train_leave_nothing_on_the_cpu(root: Path) -> None:
     """DP-SGD, a training that was stopped and goes on, a round in one command, and a grid of rounds. `watch` trains
     in processes of its own, which are `unlearn`."""
     stop_when(
-        ["unlearn", "copy_1", *COMMON, "--epochs", 40, "--resume", "--checkpoint-steps", 1, "--out", "resumed",
+        ["unlearn", "copy_1", *COMMON, "--epochs", 40, "--resume", "--training", "checkpoint_steps=1", "--out",
+        "resumed",
          "--device", "cpu"],
         (root / "resumed.safetensors.resume/checkpoint-2").exists, cwd=root,
     )  # fmt: skip
-    resumed = ["unlearn", "copy_1", *COMMON, "--epochs", "40", "--resume", "--checkpoint-steps", "99"]
+    resumed = ["unlearn", "copy_1", *COMMON, "--epochs", "40", "--resume", "--training", "checkpoint_steps=99"]
     training = ["--algo", "npo", *COMMON, "--device", "sim"]
     (root / "grid.toml").write_text(
         """
@@ -135,7 +136,7 @@ benchmark = "qa"
     run_on_simulated_device(
         root,
         [
-            ["unlearn", "copy_1", *training, "--dp-epsilon", "8", "--out", "private"],
+            ["unlearn", "copy_1", *training, "--dp", "epsilon=8", "--out", "private"],
             [*resumed, "--out", "resumed", "--device", "sim"],
             ["run", "base", *COMMON, "--rounds", "2", "--copies", "2", "--out", "rounds", "--device", "sim"],
             ["sweep", "grid.toml", "--out", "grid"],
@@ -154,9 +155,9 @@ def test_memory_and_waiting(mpu: Callable, root: Path) -> None:
     variants = {
         "adamw": ["--optim", "adamw"],
         "blockwise": ["--optim", "adamw-blockwise"],
-        "checkpointing": ["--optim", "adamw", "--gradient-checkpointing"],
-        "one record at a time": ["--micro-batch-size", "1"],
-        "LoRA": ["--lora-rank", "2", "--optim", "adamw"],
+        "checkpointing": ["--optim", "adamw", "--training", "gradient_checkpointing"],
+        "one record at a time": ["--training", "micro_batch_size=1"],
+        "LoRA": ["--lora", "rank=2", "--optim", "adamw"],
     }
     command_lines = [[*command, *more, "--device", "sim", "--out", name] for name, more in variants.items()]
     lengths = [("base", 1), ("base", 9), ("deep", 1), ("deep", 9)]
@@ -264,9 +265,10 @@ def test_cuda_is_deterministic(mpu: Callable, root: Path) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        pytest.param(["--attention", "flash_attention_2"], marks=needs_flash),
-        ["--optim", "paged_adamw_32bit"], ["--optim", "adamw_8bit"], ["--no-deterministic"], ["--dp-epsilon", "8"],
-        ["--resume", "--checkpoint-steps", "1"],
+        pytest.param(["--training", "attention=flash_attention_2"], marks=needs_flash),
+        ["--optim", "paged_adamw_32bit"], ["--optim", "adamw_8bit"], ["--training", "deterministic=false"],
+        ["--dp", "epsilon=8"],
+        ["--resume", "--training", "checkpoint_steps=1"],
     ],
 )  # fmt: skip
 def test_what_only_cuda_has(mpu: Callable, root: Path, more: list[str]) -> None:

@@ -15,7 +15,18 @@ ONE_FAST = [family if family == "llama" else pytest.param(family, marks=pytest.m
 
 def records(folder, template="plain"):
     forget, retain = write_records(folder / "f.jsonl", 6, 1), write_records(folder / "r.jsonl", 12, 2)
-    return ["--forget", forget, "--retain", retain, "--batch-size", 3, "--template", template, "--precision", "float64"]
+    return [
+        "--forget",
+        forget,
+        "--retain",
+        retain,
+        "--batch-size",
+        3,
+        "--reading",
+        f"template={template}",
+        "--precision",
+        "float64",
+    ]
 
 
 def _tier(family: str, symmetries: str, optimizer: str) -> list:
@@ -58,7 +69,7 @@ def test_signed_coordinates_suit_plain_adamw(mpu, tmp_path, family):
 @pytest.mark.parametrize("symmetries", ["signed", "all"])
 def test_without_noise_every_copy_is_steered_the_same_way(mpu, tmp_path, base, symmetries):
     """RMU's random direction lies in the model dimension, which is permuted and, with `signed`, changes signs."""
-    options = [*records(tmp_path), "--algo", "rmu", "--layer", 0, "--epochs", 3, *SMOOTH["adamw-blockwise"]]
+    options = [*records(tmp_path), "--algo", "rmu", "--constants", "layer=0", "--epochs", 3, *SMOOTH["adamw-blockwise"]]
     clean = clean_update(mpu, base, tmp_path, options)
     aggregate, _ = updates(mpu, base, tmp_path, ["--kappa", 0, "--symmetries", symmetries], options)
     assert distance(aggregate, clean) < 1e-5
@@ -69,7 +80,7 @@ def test_without_noise_every_copy_is_steered_the_same_way(mpu, tmp_path, base, s
 def test_without_noise_lora_aggregates_to_the_clean_update(mpu, tmp_path, family):
     """The factors of every copy start in the same subspace, whatever its coordinates."""
     base = save(random_model(family), tmp_path / "base")
-    options = [*records(tmp_path), "--algo", "graddiff", "--epochs", 3, *SMOOTH["adamw-blockwise"], "--lora-rank", 4]
+    options = [*records(tmp_path), "--algo", "graddiff", "--epochs", 3, *SMOOTH["adamw-blockwise"], "--lora", "rank=4"]
     clean = clean_update(mpu, base, tmp_path, options)
     aggregate, _ = updates(mpu, base, tmp_path, ["--kappa", 0, "--symmetries", "all"], options)
     assert distance(aggregate, clean) < 1e-5
@@ -126,7 +137,7 @@ def test_muon_turns_with_the_coordinates(mpu, tmp_path, base, symmetries, exact)
     [
         (["--optim", "adamw-blockwise", "--lr", "1e-4"], np.geomspace(0.00065, 0.0034, 3)),
         pytest.param(
-            ["--optim", "sgd", "--lr", "1e-1", "--lora-rank", "8"],
+            ["--optim", "sgd", "--lr", "1e-1", "--lora", "rank=8"],
             np.geomspace(0.0006, 0.0035, 3),
             marks=pytest.mark.exhaustive,
         ),

@@ -26,7 +26,7 @@ pytestmark = [
         reason="needs pip install 'mpu-cli[real]'",
     ),
 ]
-TRAINING = ("--algo", "npo", "--epochs", 5, "--batch-size", 5, "--lora-rank", 8, "--lr", "1e-3")
+TRAINING = ("--algo", "npo", "--epochs", 5, "--batch-size", 5, "--lora", "rank=8", "--lr", "1e-3")
 
 
 @dataclass(frozen=True)

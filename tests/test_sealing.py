@@ -18,7 +18,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.files import sealing
 from tests.helpers.models import random_model, save, write_records
 
-TRAINING = ("--algo", "npo", "--template", "plain", "--epochs", 1)
+TRAINING = ("--algo", "npo", "--reading", "template=plain", "--epochs", 1)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typing import Any
 
 from mpu_cli.errors import UsageError
 from mpu_cli.options.command import Command
-from mpu_cli.options.declare import RECORDS, check_in_files, nearest
+from mpu_cli.options.declare import RECORDS, check_in_files, declared_options, folds_of, nearest, unfold
 from mpu_cli.toml import read_toml
 
 FLAG, VARIABLE = "--config", "MPU_CONFIG"
@@ -73,11 +73,17 @@ def defaults_from(
             takes_several = getattr(parameter, "multiple", False) or parameter.nargs == -1
             if not takes_several:
                 value = _as_given(value, "\n" if parameter.metavar == RECORDS else ",")
+            elif isinstance(value, dict):  # of a fold
+                value = [",".join(f"{key}={_as_given(each, ',')}" for key, each in value.items())]
             elif not isinstance(value, list):
                 value = [value]
             defaults[name][parameter.name] = value
         hint = "give it on the command line, or as a variable"
-        check_in_files(classes[name], defaults[name], f"{path}: [{name}] ", hint)
+        declarations = declared_options(classes[name])
+        check_in_files(declarations, defaults[name], f"{path}: [{name}] ", hint)
+        for fold in folds_of(declarations):
+            of_fold = unfold(fold, defaults[name].get(fold.name, ()), declarations)  # type: ignore[arg-type]
+            check_in_files(declarations, of_fold, f"{path}: [{name}] ", hint)
     return defaults
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING
 from typing import Annotated, Any, List, Literal, Optional, cast  # noqa: UP035 (typer takes a list's type from List)
 
@@ -13,7 +13,7 @@ import typer
 from mpu_cli.cli.output import emit, emit_table, terminal, warn
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.options.command import Command, Preview
-from mpu_cli.options.declare import Declaration, declared_options, from_flat
+from mpu_cli.options.declare import Declaration, Fold, declared_options, folds_of, from_flat, unfold
 from mpu_cli.wording import in_bytes
 
 ALWAYS = ("--dry-run", "--force", "--json", "--help")  # which help shows of every command
@@ -23,7 +23,9 @@ HELP_ALL = "--help-all"
 def function_of(command: type[Command]) -> Callable[..., None]:
     """What typer makes a command of: its parameters are the options of ``command``, its docstring is its help."""
     declarations = declared_options(cast(Any, command))
-    parameters = [_parameter(each) for each in declarations.values()]
+    folds = folds_of(declarations)
+    parameters = [_parameter(each) for each in declarations.values() if not each.fold]
+    parameters += [_folded_parameter(fold, members) for fold, members in folds.items()]
     if hasattr(command, "preview"):
         parameters.append(_switch("dry_run", "--dry-run", command.DRY_RUN))
     if "as_json" not in declarations:
@@ -33,6 +35,8 @@ def function_of(command: type[Command]) -> Callable[..., None]:
         as_json = bool(values.get("as_json"))
         if "as_json" not in declarations:
             del values["as_json"]
+        for fold in folds:
+            values |= unfold(fold, values.pop(fold.name) or (), declarations)
         specified = {name: value for name, value in values.items() if value is not None}
         carry_out(from_flat(command, specified), dry_run=dry_run, as_json=as_json)
 
@@ -79,6 +83,16 @@ def _parameter(declaration: Declaration) -> inspect.Parameter:
     return inspect.Parameter(
         declaration.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
     )
+
+
+def _folded_parameter(fold: Fold, members: Sequence[Declaration]) -> inspect.Parameter:
+    """Several options as the one of their fold."""
+    names = [f"{each.key}: {each.help}" for each in members]
+    info = typer.Option(
+        fold.flag, help=" ".join([fold.help, *names]), metavar="NAME=VALUE,…", rich_help_panel=members[0].panel
+    )
+    kind = Annotated[Optional[List[str]], info]  # noqa: UP006, UP045 (typer takes a list's type from List)
+    return inspect.Parameter(fold.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
 
 
 def carry_out(command: Command, *, dry_run: bool, as_json: bool) -> None:

@@ -21,7 +21,7 @@ class AuditDelta(Command):
     were forgotten, the longest record, experts.
 
     Plays the best readings that are known, and says how well each does on your records. That none of them does well is
-    no proof that nothing can be read: only `mpu surrogate` and --dp-epsilon bound that. Prints a line for each reading.
+    no proof that nothing can be read: only `mpu surrogate` and --dp epsilon bound that. Prints a line for each reading.
     """
 
     NAME: ClassVar[str] = "audit-delta"
@@ -64,7 +64,7 @@ class AuditDelta(Command):
         if telling:
             observer.warn(f"{len(telling)} of {len(readings)} readings tell something about the records")
             observer.note(
-                "LoRA without --train-embeddings tells fewest tokens; only `mpu surrogate` and --dp-epsilon give a "
+                "LoRA without --train-embeddings tells fewest tokens; only `mpu surrogate` and --dp epsilon give a "
                 "bound (docs/protection.md)"
             )
         else:

@@ -36,7 +36,7 @@ class Evaluate(Command):
         "mpu eval unlearned --forget forget.jsonl --retain retain.jsonl --unseen unseen.jsonl --out eval.json"
     )
     ESSENTIAL: ClassVar[str] = (
-        "--benchmark --forget --retain --unseen --retain-log --max-length --attacks --show --plot --out"
+        "--benchmark --forget --retain --unseen --retain-log --columns --attacks --show --plot --out"
     )
 
     model: str = option(

@@ -280,9 +280,12 @@ def command_to_publish(model: Path, keys: Keys) -> str:
     if not usual.sets_scale or keys.copies > 1:
         command += ["--copies", str(keys.copies)]
     if calibration:
-        command += ["--epsilon", exact(calibration.epsilon), "--dp-delta", exact(calibration.delta)]
-        command += ["--sensitivity", exact(calibration.sensitivity), "--budget-rounds", str(calibration.rounds)]
-        command += ["--adversary", calibration.adversary, "--bound", calibration.bound]
+        budget = {
+            "epsilon": exact(calibration.epsilon), "delta": exact(calibration.delta),
+            "sensitivity": exact(calibration.sensitivity), "budget_rounds": calibration.rounds,
+            "adversary": calibration.adversary, "bound": calibration.bound,
+        }  # fmt: skip
+        command += ["--dp", ",".join(f"{name}={value}" for name, value in budget.items())]
     elif not usual.sets_scale:
         command += ["--kappa", exact(publication.kappa)]
         if publication.shared_kappa:

@@ -15,6 +15,7 @@ from mpu_cli.files.manifest import read_copy_manifest
 from mpu_cli.observer import SILENT, Observer, Within
 from mpu_cli.options.command import BASE_AGAIN, KEYS, MODEL_CONFIG, Command, Opening, Report, Table
 from mpu_cli.options.declare import group, option
+from mpu_cli.options.experiment import UNLEARN, USUAL
 from mpu_cli.options.publishing import Aggregating
 from mpu_cli.options.unlearning import Goal, Stopping, Unlearning
 from mpu_cli.wording import command_line, counted
@@ -76,12 +77,12 @@ class Rehearse(Command):
 
     NAME: ClassVar[str] = "rehearse"
     EXAMPLE: ClassVar[str] = "mpu rehearse copy_1 --keys keys.bin --forget known.jsonl --retain others.jsonl"
-    ESSENTIAL: ClassVar[str] = "--forget --retain --unseen --keys --base --max-left --min-kept --algo --device"
+    ESSENTIAL: ClassVar[str] = "--forget --retain --unseen --keys --base --goal --algo --device"
 
     copies: list[str] = option(..., "All copies of the publication, not sealed.", metavar="COPY…", argument=True)
-    unlearning: Unlearning = group(Unlearning)
+    unlearning: Unlearning = group(Unlearning, fold=UNLEARN, apart=USUAL)
     goal: Goal = group(Goal)
-    stopping: Stopping = group(Stopping)
+    stopping: Stopping = group(Stopping, fold=UNLEARN)
     keys: Path = option(Path("keys.bin"), KEYS, metavar="FILE")
     base: str | None = option(None, BASE_AGAIN, metavar="MODEL")
     model_config: Path | None = option(None, MODEL_CONFIG, metavar="FILE")
@@ -105,7 +106,7 @@ class Rehearse(Command):
             if plan.until is None or not plan.data.held_out:
                 raise UsageError(
                     "rehearse: needs a training until it is done, and records to hold out of it",
-                    "leave out --epochs and --dp-epsilon, and give --retain",
+                    "leave out --epochs and --dp epsilon, and give --retain",
                 )
             self._check_copies(keys, [Path(task.copy) for task in plan.tasks])
             deltas = self._deltas(plan, observer)

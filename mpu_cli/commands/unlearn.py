@@ -217,7 +217,7 @@ class Unlearn(Command):
     NAME: ClassVar[str] = "unlearn"
     EXAMPLE: ClassVar[str] = "mpu unlearn copy_1 --forget forget.jsonl --retain retain.jsonl --unseen unseen.jsonl"
     ESSENTIAL: ClassVar[str] = (
-        "--algo --forget --retain --unseen --public --lr --epochs --batch-size --optim --lora-rank --out --show "
+        "--algo --forget --retain --unseen --public --lr --epochs --batch-size --columns --encoding --out --show "
         "--resume --device"
     )
 
@@ -242,7 +242,7 @@ class Unlearn(Command):
     reference_file: Path | None = option(
         None,
         "The reference model's probabilities: written in round 1, read in later rounds. For npo, dpo, undial and "
-        "--retain-loss kl. Of several copies, a directory with a file for each.",
+        "--constants retain_loss=kl. Of several copies, a directory with a file for each.",
         metavar="FILE",
         panel=Records.PANEL,
     )
@@ -285,13 +285,9 @@ class Unlearn(Command):
                 data = with_unseen(data, self.goal.unseen, options.records.reading, observer)
         elif self.stopping != Stopping() or self.goal != Goal() or self.course:
             raise UsageError(
-                "--max-steps, --training-noise, --unseen, --max-left, --min-kept, --held-out and --course are for a "
+                "--max-steps, --unseen, --goal max_left, --goal min_kept, --goal held_out and --course are for a "
                 "training that stops when it is done",
-                "leave out --epochs and --dp-epsilon, and use one process",
-            )
-        if self.stopping.training_noise and options.lora.lora_rank is not None:
-            raise UsageError(
-                "--training-noise: is for a training of all weights", "leave out one of it and --lora-rank"
+                "leave out --epochs and --dp epsilon, and use one process",
             )
         tasks = self._tasks(copies)
         sources = [source_of(options, data.forget)]
@@ -557,7 +553,7 @@ def _spent_together(spent: Mapping[str, float], earlier: int) -> str:
         return "each further delta of these records spends more"
     total = spent["epsilon_of_ledger"]
     if math.isinf(total):
-        return f"with the {earlier} trainings before it, no bound holds: some had no --dp-epsilon"
+        return f"with the {earlier} trainings before it, no bound holds: some had no --dp epsilon"
     return f"with the {earlier} trainings before it: ε = {total:.3g}"
 
 

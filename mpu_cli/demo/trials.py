@@ -195,9 +195,10 @@ NEEDED = ("torch", "transformers", "accelerate", "peft", "safetensors", "tokeniz
           "pyrage", "typer", "rich")  # fmt: skip
 OF_BITSANDBYTES = [name for name, optimizer in OPTIMIZERS.items() if optimizer.package == "bitsandbytes"]
 OPTIONAL = {
-    "bitsandbytes": f"--optim {', '.join(OF_BITSANDBYTES)}", "opacus": "--dp-epsilon",
-    "flash-attn": "--attention flash_attention_2", "lm-eval": "eval --benchmark wmdp, --lm-eval", "optuna": "tune",
-    "dp-accounting": "--dp-epsilon, --epsilon",
+    "bitsandbytes": f"--optim {', '.join(OF_BITSANDBYTES)}", "opacus": "unlearn --dp",
+    "flash-attn": "--training attention=flash_attention_2",
+    "lm-eval": "eval --benchmark wmdp, --lm-eval", "optuna": "tune",
+    "dp-accounting": "--dp",
     "opendp": "surrogate",
 }  # fmt: skip
 

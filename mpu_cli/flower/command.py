@@ -30,7 +30,7 @@ class Watch(Command):
     EXAMPLE: ClassVar[str] = (
         "mpu watch /srv/data/spool --forget forget.jsonl --retain retain.jsonl --work /srv/private/work"
     )
-    ESSENTIAL: ClassVar[str] = "--algo --forget --retain --lr --epochs --batch-size --optim --lora-rank --work --device"
+    ESSENTIAL: ClassVar[str] = "--algo --forget --retain --lr --epochs --batch-size --optim --lora rank --work --device"
 
     spool: Path = option(..., "The folder that the Flower app fills and empties.", metavar="SPOOL", argument=True)
     unlearning: Unlearning = group(Unlearning)
@@ -71,7 +71,7 @@ class Watch(Command):
         for warning in data.warnings(privacy):
             observer.warn(warning)
         if privacy.dp_epsilon is not None and self.max_deltas is None:
-            observer.warn("--dp-epsilon bounds one delta, and any number may leave: limit them with --max-deltas")
+            observer.warn("--dp epsilon bounds one delta, and any number may leave: limit them with --max-deltas")
 
         def report_result(copy: str, delta: Path, report: TrainingReport | None) -> None:
             document: dict[str, object] = {"copy": copy, "delta": delta}

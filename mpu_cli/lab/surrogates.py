@@ -119,7 +119,7 @@ def carry_out_surrogate(
                 raise MpuError(
                     f"no term is in about {plan.mechanism.threshold} records: the release, which your ledger counts, "
                     "was empty",
-                    "raise --dp-epsilon or --dp-delta, name a --term-column, or give more records of each subject",
+                    "raise --dp epsilon or --dp delta, name a --term-column, or give more records of each subject",
                 )
             questions = [
                 question(prompt.replace(PLACEHOLDER, term), "–", f"prompt {number} about {term}")

@@ -257,7 +257,7 @@ def read_sweep(path: Path, overrides: Mapping[str, object] | None = None) -> lis
     cells: dict[str, Cell] = {}
     for case in cases:
         of_file = {**document, **{name: value for name, value in case.items() if name != "eval"}}
-        check_in_files(Experiment, of_file, f"{path}: ", "give it with --set")
+        check_in_files(declared_options(Experiment), of_file, f"{path}: ", "give it with --set")
         options = {**of_file, **of_run}
         measured = {**evaluation, **case.get("eval", {}), **of_eval}
         from_flat(Measuring, {name: v for name, v in measured.items() if name != RETAIN_MODEL}, f"{path}: [eval] ")
@@ -282,7 +282,7 @@ def overrides_of(path: Path) -> dict[str, object]:
     evaluation = document.pop("eval", {})
     if not isinstance(evaluation, dict):
         raise UsageError(f"{path}: eval: must be a table, under a line [eval]")
-    check_in_files(Experiment, document, f"{path}: ", "give it with --set")
+    check_in_files(declared_options(Experiment), document, f"{path}: ", "give it with --set")
     return {**document, **{f"eval.{name}": value for name, value in evaluation.items()}}
 
 

@@ -54,7 +54,7 @@ def tune(
     optuna.logging.set_verbosity(logging.ERROR)  # it warns of a trial that is refused with a traceback
     if not check_options(options).constants.alpha or not data.retain:
         raise UsageError(
-            "a search needs records to keep, to measure what is lost", "use --retain, and an --alpha above 0"
+            "a search needs records to keep, to measure what is lost", "use --retain, and an --constants alpha above 0"
         )
     if search.least_lr > search.most_lr:
         raise UsageError(f"--least-lr {search.least_lr:g}: above --most-lr {search.most_lr:g}")

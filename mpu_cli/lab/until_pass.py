@@ -55,7 +55,7 @@ def run_until_pass(
     if experiment.mode != "mpu" or experiment.launch:
         raise UsageError("--until-pass: plays the protocol in one process", "leave out --mode and --launch")
     if experiment.unlearning.epochs is not None or experiment.unlearning.privacy.dp_epsilon is not None:
-        raise UsageError("--until-pass: trains until it is done", "leave out --epochs and --dp-epsilon")
+        raise UsageError("--until-pass: trains until it is done", "leave out --epochs and --dp epsilon")
     declarations = declared_options(Experiment)
     for name in UNUSED:
         if getattr(experiment, name) != declarations[name].default:

@@ -78,7 +78,7 @@ class TrainedEncoder:
             if len(outcome) != 1:
                 raise MpuError(
                     f"{record.location}: a text of {len(outcome) or 'no'} pieces, and one is scored",
-                    "cut it up with --split paragraphs" if outcome else "leave it out",
+                    "cut it up with --reading split=paragraphs" if outcome else "leave it out",
                 )
             items.append(_trained_item(outcome[0], record, ends))
         return items
@@ -154,7 +154,9 @@ class OpenUnlearningEncoder:
             self.encoding.truncated.append(location)
             ids = ids[: self.encoding.truncate_to]
             if len(ids) <= start:
-                raise MpuError(f"{location}: the prompt alone is longer than --max-length {self.encoding.truncate_to}")
+                raise MpuError(
+                    f"{location}: the prompt alone is longer than --reading max_length {self.encoding.truncate_to}"
+                )
         if len(ids) <= start:
             raise MpuError(f"{location}: the answer adds no tokens with this tokenizer and template")
         if self.encoding.limits.usual is not None and len(ids) > self.encoding.limits.usual:
@@ -163,7 +165,7 @@ class OpenUnlearningEncoder:
         if longest is not None and len(ids) > longest:
             raise MpuError(
                 f"{location}: {len(ids)} tokens, but the model reads at most {longest}",
-                f"shorten it, or truncate records with --max-length {longest}",
+                f"shorten it, or truncate records with --reading max_length {longest}",
             )
         return Item(tuple(ids), start, tuple(prompt), location)
 

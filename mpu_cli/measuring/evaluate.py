@@ -93,7 +93,7 @@ class Run:
         return self._items[split.name, part]
 
     def answer_limit(self, split: Split, items: Sequence[Item]) -> int:
-        """How many tokens a generated answer may have: as many as --max-new-tokens says, or the split's limit."""
+        """How many tokens a generated answer may have: --scoring max_new_tokens, or the split's limit."""
         longest = max((len(item.labels) for item in items), default=0) if split.limit_follows_answers else 0
         return self.options.scoring.max_new_tokens or max(split.limit, longest)
 
@@ -221,7 +221,7 @@ def carry_out(
     loaded, tokenizer = load_subject(subject, findings.facts)
     template = str(findings.facts["options"]["template"])
     if template == "chat" and not tokenizer.chat_template:
-        raise MpuError("the model's tokenizer has no chat template", "use --template plain")
+        raise MpuError("the model's tokenizer has no chat template", "use --reading template=plain")
     if not any(path.name in TOKENIZER_FILES for path in model.side_files) or not tokenizer("a b").input_ids:
         raise MpuError(f"{model.source}: no tokenizer found", "put its tokenizer files next to the weights")
     encoder = encoder_of(tokenizer, options.prompts, template, limits_of(loaded), scored)
@@ -406,11 +406,13 @@ def choose(benchmark: Benchmark, options: Measuring, served: bool = False) -> di
     if options.scoring.quantize is not None:
         for name in benchmark.attacks:
             if relearning_attacks.ATTACKS[name].alters:
-                raise UsageError(f"--attacks {name}: changes weights, which --quantize keeps in 4 bits")
+                raise UsageError(f"--attacks {name}: changes weights, which --scoring quantize keeps in 4 bits")
         for name, metric in benchmark.metrics.items():
             if GRADIENTS in metric.needs:
                 if name in names:
-                    raise UsageError(f"--metrics {name}: takes gradients of weights, which --quantize keeps in 4 bits")
+                    raise UsageError(
+                        f"--metrics {name}: takes gradients of weights, which --scoring quantize keeps in 4 bits"
+                    )
                 del table[name]
     if served:
         for name in benchmark.attacks:
@@ -472,7 +474,7 @@ def evaluate(
     if options.scoring.quantize:
         check_bitsandbytes()
         if endpoint or delta:
-            raise UsageError("--quantize does not work with --endpoint, or --delta, which changes weights")
+            raise UsageError("--scoring quantize does not work with --endpoint, or --delta, which changes weights")
     chosen = choose(benchmark, options, served=endpoint is not None)
     for metric in chosen.values():
         metric.check()

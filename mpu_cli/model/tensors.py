@@ -29,7 +29,7 @@ COMPARED = 4  # blocks of a matrix that are compared with its file
 def check_bitsandbytes() -> None:
     """Raises MpuError if bitsandbytes is not installed."""
     if not find_spec("bitsandbytes"):
-        raise MpuError("--quantize needs bitsandbytes", "install it with pip install bitsandbytes")
+        raise MpuError("--lora quantize needs bitsandbytes", "install it with pip install bitsandbytes")
 
 
 def in_4_bits(bare: PreTrainedModel, dtype: torch.dtype) -> BitsAndBytesConfig:
@@ -40,7 +40,7 @@ def in_4_bits(bare: PreTrainedModel, dtype: torch.dtype) -> BitsAndBytesConfig:
     check_bitsandbytes()
     linear = linear_layers(bare)
     if not linear:
-        raise UsageError("--quantize nf4: this model has no linear layers that can be held in 4 bits")
+        raise UsageError("--lora quantize=nf4: this model has no linear layers that can be held in 4 bits")
     skipped_modules = [
         name for name, module in bare.named_modules() if hasattr(module, "weight") and name not in linear
     ]

@@ -16,13 +16,14 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from mpu_cli.errors import UsageError
+from mpu_cli.toml import read_toml
 
 SMALLEST, LARGEST = 1e-30, 1e30  # sizes of a number but 0: its square and its inverse are finite in float64
 RECORDS = "DATA"  # the metavar of options that name records, of one source or of several
@@ -91,6 +92,18 @@ def as_float(number: float) -> float:
 
 
 @dataclass(frozen=True)
+class Fold:
+    """Options that are one on the command line, ``--constants beta=0.1,gamma=2``: its name, and what they are for."""
+
+    name: str
+    help: str
+
+    @property
+    def flag(self) -> str:
+        return f"--{self.name}"
+
+
+@dataclass(frozen=True)
 class Declaration:
     """One option, as its group declares it.
 
@@ -98,7 +111,8 @@ class Declaration:
     names (comma-separated on the command line, a list in a recipe), or list for what is repeated there, each of the
     type ``item``; ``words``: what a number may be instead; ``optional``: whether None, for "not set", is a value;
     ``choices``: empty if any value of the kind will do; ``affects_result``: whether a result depends on it by more than
-    its last bits; ``hidden``: from help; ``in_files``: whether a file of options may set it.
+    its last bits; ``hidden``: from help; ``in_files``: whether a file of options may set it; ``fold``: the option
+    of the command line that this one is a part of.
     """
 
     name: str
@@ -117,6 +131,16 @@ class Declaration:
     item: type = str
     hidden: bool = False
     in_files: bool = True
+    fold: Fold | None = None
+
+    def part_of(self, fold: Fold) -> Declaration:
+        """This option as a part of ``fold``."""
+        return replace(self, fold=fold, flag=f"{fold.flag} {self.name.removeprefix(f'{fold.name}_')}")
+
+    @property
+    def key(self) -> str:
+        """The name in its fold: ``rank`` for ``lora_rank`` in ``--lora``."""
+        return self.name.removeprefix(f"{self.fold.name}_") if self.fold else self.name
 
     @property
     def is_required(self) -> bool:
@@ -192,10 +216,11 @@ def option(
     affects_result: bool = True,
     hidden: bool = False,
     in_files: bool = True,
+    fold: Fold | None = None,
 ) -> Any:
     """A field of a group. ``default`` ``...`` makes it required; ``choices``: in place of a Literal's; ``flag``: on the
     command line, if it is not the name with hyphens; ``argument``: positional there and in Python; ``panel``: in help,
-    if it is not the group's.
+    if it is not the group's; ``fold``: the option that it is a part of there, if not the group's ``FOLD``.
     ``in_files`` is False for what a file of options, which may be another party's, must not do unnoticed: run a
     program, send something, choose secrets, replace files, leave out a check."""
     bounded = (least, above, below) != (None, None, None)
@@ -210,13 +235,15 @@ def option(
         "affects_result": affects_result,
         "hidden": hidden,
         "in_files": in_files,
+        "fold": fold,
     }
     return field(default=MISSING if default is ... else default, metadata=metadata, kw_only=not argument)
 
 
-def group(group_class: type[Group]) -> Group:
-    """A field of a group that holds the options of another group."""
-    return field(default_factory=group_class)  # type: ignore[return-value]
+def group(group_class: type[Group], *, fold: Fold | None = None, apart: Collection[str] = ()) -> Group:
+    """A field of a group that holds the options of another group; on the command line they are one option, ``fold``, if
+    it is given, except those ``apart``."""
+    return field(default_factory=group_class, metadata={"fold": fold, "apart": apart})  # type: ignore[return-value]
 
 
 @cache
@@ -225,7 +252,10 @@ def declared_options(group_class: AnyClass) -> dict[str, Declaration]:
     options: dict[str, Declaration] = {}
     for group_field, kind in _own_fields(group_class):
         if is_dataclass(kind):
-            inner = declared_options(kind)
+            inner = dict(declared_options(kind))
+            if fold := group_field.metadata.get("fold"):
+                folded = inner.keys() - group_field.metadata["apart"]
+                inner |= {name: inner[name].part_of(fold) for name in folded}
         else:
             inner = {group_field.name: _declaration(group_class, group_field, kind)}
         if twice := options.keys() & inner.keys():
@@ -259,9 +289,8 @@ def nearest(name: str, names: Collection[str]) -> str | None:
     return next(iter(get_close_matches(name, names, 1)), None)
 
 
-def check_in_files(group_class: AnyClass, names: Iterable[str], where: str, hint: str) -> None:
+def check_in_files(declarations: Mapping[str, Declaration], names: Iterable[str], where: str, hint: str) -> None:
     """Raise UsageError, its text beginning with ``where``, if a file sets an option that no file may set."""
-    declarations = declared_options(group_class)
     for name in names:
         if name in declarations and not declarations[name].in_files:
             raise UsageError(f"{where}{name}: cannot be set in a file, which may be somebody else's", hint)
@@ -318,7 +347,8 @@ def _declaration(group_class: type, group_field: Field, hint: Any) -> Declaratio
         "panel": group_field.metadata["panel"] or getattr(group_class, "PANEL", None),
         "choices": get_args(kind) if is_literal else group_field.metadata["choices"],
     }
-    return Declaration(
+    fold = described.pop("fold") or getattr(group_class, "FOLD", None)
+    declaration = Declaration(
         name=group_field.name,
         kind=str if is_literal else get_origin(kind) or kind,
         optional=optional,
@@ -327,18 +357,81 @@ def _declaration(group_class: type, group_field: Field, hint: Any) -> Declaratio
         item=item,
         **described,
     )
+    return declaration.part_of(fold) if fold else declaration
+
+
+def folds_of(declarations: Mapping[str, Declaration]) -> dict[Fold, list[Declaration]]:
+    """The folds of these options, each with its members, in the order of their first."""
+    folds: dict[Fold, list[Declaration]] = {}
+    for declaration in declarations.values():
+        if declaration.fold:
+            folds.setdefault(declaration.fold, []).append(declaration)
+    return folds
+
+
+def unfold(fold: Fold, texts: Iterable[str], declarations: Mapping[str, Declaration]) -> dict[str, object]:
+    """What ``texts`` set, each NAME=VALUE,… or a TOML file of such values: values by the options' names in Python.
+
+    A switch needs no value, and what has no name goes on with the text before it: ``rank=8,targets=q_proj,v_proj``.
+    Raises UsageError for a name or a value that the fold does not have, MpuError for a file that cannot be read.
+    """
+    members = {each.key: each for each in folds_of(declarations)[fold]}
+    values: dict[str, object] = {}
+
+    def member(key: str, where: str) -> Declaration:
+        if (known := members.get(key.replace("-", "_"))) is None:
+            near = nearest(key, members)
+            hint = f"did you mean {near}?" if near else f"write NAME=VALUE, with a name of {', '.join(members)}"
+            raise UsageError(f"{where}: no such name", hint)
+        if known.name in values:
+            raise UsageError(f"{where}: {key} is given twice")
+        return known
+
+    for text in texts:
+        if text.endswith(".toml"):
+            table = read_toml(Path(text))
+            for key, value in table.items():
+                values[member(key, f"{fold.flag} {text}: {key}").name] = value
+            check_in_files(declarations, values, f"{text}: ", "give it on the command line")
+            continue
+        last: Declaration | None = None
+        for part in text.split(","):
+            key, equals, value = part.strip().partition("=")
+            if last and last.kind in (tuple, str) and not last.choices and key not in members:
+                values[last.name] = f"{values[last.name]},{part}"
+                continue
+            last = member(key, f"{fold.flag} {part}")
+            if not equals and last.kind is not bool:
+                raise UsageError(f"{fold.flag} {part}: needs a value", f"write {key}=VALUE")
+            values[last.name] = _parsed(last, value if equals else "true")
+    return values
+
+
+def _parsed(declaration: Declaration, text: str) -> object:
+    """``text`` as a value of the option's kind. Raises UsageError if it is none."""
+    if text in declaration.words:
+        return text
+    if declaration.kind is bool:
+        if text.lower() not in ("true", "false"):
+            raise UsageError(f"{declaration.flag}={text}: must be true or false")
+        return text.lower() == "true"
+    if declaration.kind in (int, float):
+        try:
+            return declaration.kind(text)
+        except ValueError as error:
+            kind = "a whole number" if declaration.kind is int else "a number"
+            raise UsageError(f"{declaration.flag}={text}: must be {kind}") from error
+    return text
 
 
 def as_arguments(options: Options, without: Collection[str] = ()) -> list[str]:
     """What of ``options`` differs from the defaults, as on the command line, except those ``without``."""
     words: list[str] = []
+    folded: dict[str, list[str]] = {}
     values, group_class = flat(options), type(options)
     for name, declaration in declared_options(group_class).items():  # type: ignore[arg-type] # a class has a hash
         value = values[name]
         if name in without or value in (declaration.default, None, ()):
-            continue
-        if declaration.kind is bool:
-            words.append(declaration.flag if value else declaration.flag.replace("--", "--no-", 1))
             continue
         if isinstance(value, tuple):
             texts = [",".join(map(str, value))]
@@ -346,6 +439,14 @@ def as_arguments(options: Options, without: Collection[str] = ()) -> list[str]:
             texts = [str(value).removesuffix(".0")]
         else:
             texts = str(value).splitlines() or [""]  # records: several sources are an option each
-        for text in texts:
-            words += [declaration.flag, text]
+        if declaration.fold:
+            text = str(value).lower() if declaration.kind is bool else texts[0]
+            folded.setdefault(declaration.fold.flag, []).append(f"{declaration.key}={text}")
+        elif declaration.kind is bool:
+            words.append(declaration.flag if value else declaration.flag.replace("--", "--no-", 1))
+        else:
+            for text in texts:
+                words += [declaration.flag, text]
+    for flag, texts in folded.items():
+        words += [flag, ",".join(texts)]
     return words

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from mpu_cli.options.declare import Options, group, option
+from mpu_cli.options.declare import Fold, Options, group, option
 from mpu_cli.options.names import ATTACKS
 from mpu_cli.options.publishing import StoredDtype
 from mpu_cli.options.unlearning import DEVICE, Goal, Prompts, Quantization, RecordFormat
+
+SCORING = Fold("scoring", "How the model computes.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,20 +62,21 @@ class Scoring(Options):
     PANEL: ClassVar[str] = "Running"
 
     dtype: StoredDtype | None = option(
-        None, "Compute in this dtype (default: float32 on a CPU, the model's own on a GPU)."
+        None, "Compute in this dtype (default: float32 on a CPU, the model's own on a GPU).", fold=SCORING
     )
     batch_size: int = option(
-        32, "Records per forward pass; answers are generated for four times as many at once.", least=1
+        32, "Records per forward pass; answers are generated for four times as many at once.", least=1, fold=SCORING
     )
     max_new_tokens: int | None = option(
         None,
         "Tokens of a generated answer, at most (default: the benchmark's own; qa: as many as the longest answer has, "
         "and 200 at least).",
         above=0,
+        fold=SCORING,
     )
     device: str = option("auto", DEVICE, metavar="DEVICE")
     quantize: Quantization | None = option(
-        None, "Hold the model in 4 bits, with bitsandbytes: less memory, and other numbers."
+        None, "Hold the model in 4 bits, with bitsandbytes: less memory, and other numbers.", fold=SCORING
     )
 
 

@@ -5,9 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from mpu_cli.options.declare import Options, group, option
+from mpu_cli.options.declare import Fold, Options, group, option
 from mpu_cli.options.publishing import Disguise, ServerRate, Stored
 from mpu_cli.options.unlearning import Unlearning
+
+PUBLISH = Fold("publish", "Other options of `mpu publish`.")
+AGGREGATE = Fold("aggregate", "Options of `mpu aggregate`.")
+UNLEARN = Fold("unlearn", "Other options of `mpu unlearn`; FILE.toml: from a file.")
+USUAL = (
+    "algo",
+    "epochs",
+    "forget",
+    "retain",
+    "lr",
+    "batch_size",
+    "device",
+)  # options of `mpu unlearn` that stand apart
 
 Mode = Literal["mpu", "clean", "clean-rounds", "noised"]
 
@@ -43,7 +56,7 @@ class Experiment(Options):
     secret_seed: int | None = option(
         None, "Seed of the server's secrets, for repeatable experiments only.", least=0, below=2**64
     )
-    disguise: Disguise = group(Disguise)
-    stored: Stored = group(Stored)
-    server_rate: ServerRate = group(ServerRate)
-    unlearning: Unlearning = group(Unlearning)
+    disguise: Disguise = group(Disguise, fold=PUBLISH, apart=("copies", "kappa", "permanent_noise"))
+    stored: Stored = group(Stored, fold=PUBLISH)
+    server_rate: ServerRate = group(ServerRate, fold=AGGREGATE)
+    unlearning: Unlearning = group(Unlearning, fold=UNLEARN, apart=USUAL)

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from mpu_cli.errors import UsageError
-from mpu_cli.options.declare import Options, group, option
+from mpu_cli.options.declare import Fold, Options, group, option
 from mpu_cli.options.names import SYMMETRIES
+
+DP = Fold("dp", "Noise calibrated to (ε, δ) differential privacy of the weights, in place of --kappa.")
 
 _LAYERS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
@@ -219,12 +221,13 @@ class Aggregating(ServerRate, Stored):
 class CalibrationOptions(Options):
     """Noise calibrated to (ε, δ) differential privacy of the weights, in place of κ; off unless ε is given."""
 
-    PANEL: ClassVar[str] = "Noise for differential privacy"
+    FOLD: ClassVar[Fold] = DP
+    PANEL: ClassVar[str] = "Noise and symmetries"
 
     epsilon: float | None = option(None, "ε to calibrate the noise to, in place of --kappa.", above=0)
-    dp_delta: float | None = option(None, "δ for --epsilon.", above=0, below=1)
+    dp_delta: float | None = option(None, "δ for --dp epsilon.", above=0, below=1)
     sensitivity: float | None = option(
-        None, "L2 distance within which models must be indistinguishable, for --epsilon.", above=0
+        None, "L2 distance within which models must be indistinguishable, for --dp epsilon.", above=0
     )
     adversary: Literal["one-copy", "all-copies"] = option(
         "all-copies", "Adversary to protect against: a client that sees one copy, or one that sees all."
@@ -252,7 +255,7 @@ class Publishing(Options):
     )
 
     def with_scale(self, *, with_pretrained: bool) -> Publishing:
-        """These options with numbers for the noise that cancels and that stays, both 0 under --epsilon.
+        """These options with numbers for the noise that cancels and that stays, both 0 under --dp epsilon.
 
         Raises UsageError if noise is scaled in two ways, or if a single copy would have none.
         """
@@ -260,10 +263,10 @@ class Publishing(Options):
             return replace(self, disguise=self.disguise.with_scale(with_pretrained=with_pretrained))
         if self.disguise.sets_scale:
             raise UsageError(
-                "--epsilon sets the same noise in every block; --kappa and --permanent-noise would scale it to the "
+                "--dp epsilon sets the same noise in every block; --kappa and --permanent-noise would scale it to the "
                 "weights and leak them",
                 "leave out --kappa and --permanent-noise",
             )
         if self.disguise.max_noise is not None:
-            raise UsageError("--epsilon needs all of its noise", "leave out --max-noise")
+            raise UsageError("--dp epsilon needs all of its noise", "leave out --max-noise")
         return replace(self, disguise=replace(self.disguise, kappa=0.0, permanent_noise=0.0))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from mpu_cli.options.declare import Options, group, option
-from mpu_cli.options.unlearning import DEVICE, DP_UNIT, MOST_EPSILON, ChatTemplate, RecordFormat
+from mpu_cli.options.unlearning import DEVICE, DP, DP_UNIT, MOST_EPSILON, ChatTemplate, RecordFormat
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,21 +17,20 @@ class TermRelease(Options):
     PANEL: ClassVar[str] = "Differential privacy of the records"
 
     dp_epsilon: float = option(
-        1.0, "ε of the release; further releases and trainings add to it.", above=0, below=MOST_EPSILON
+        1.0, "ε of the release; further releases and trainings add to it.", above=0, below=MOST_EPSILON, fold=DP
     )
     dp_delta: float = option(
-        1e-6, "δ of the release: at most so likely gets out what a single record says.", above=0, below=1
+        1e-6, "δ of the release: at most so likely gets out what a single record says.", above=0, below=1, fold=DP
     )
-    dp_unit: str | None = option(None, DP_UNIT, metavar="COLUMN")
+    dp_unit: str | None = option(None, DP_UNIT, metavar="COLUMN", fold=DP)
     dp_neighbours: Literal["left-out", "replaced"] = option(
-        "left-out", "What ε compares: your records with one left out, or with one replaced by another."
+        "left-out", "What ε compares: your records with one left out, or with one replaced by another.", fold=DP
     )
     dp_budget: float | None = option(
         None, "Refuse a release after which all that your ledger holds would spend more than this ε at δ = 1e-5.",
-        above=0, affects_result=False,
-    )  # fmt: skip
+        above=0, affects_result=False, fold=DP)  # fmt: skip
     terms: int = option(
-        1, "Terms that a record counts for (with --dp-unit, all records of a person): more need more records each.",
+        1, "Terms that a record counts for (with --dp unit, all records of a person): more need more records each.",
         above=0, below=101,
     )  # fmt: skip
     term_column: str | None = option(

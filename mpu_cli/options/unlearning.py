@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
 
-from mpu_cli.options.declare import Options, flat, group, option
+from mpu_cli.options.declare import Fold, Options, flat, group, option
 from mpu_cli.options.names import ALGORITHMS, OPTIMIZERS, RETAIN_TERMS
 
 Precision = Literal["auto", "float32", "tf32", "mixed", "bfloat16", "float64"]
@@ -22,11 +22,20 @@ DATE = "10 Apr 2025"  # OpenUnlearning's
 
 
 AUTO: Literal["auto"] = "auto"  # of --lr and --precision
-ALL_TURNS = "all"  # of --turns
+ALL_TURNS = "all"  # of --reading turns
 # Of records: with as little noise as these allow, accounting takes minutes, and such a bound says nothing.
 MOST_EPSILON, MOST_DELTA = 500, 0.1
 DP_UNIT = "Field that names the person of a record: all records of one are protected together."
 DEVICE = "Device to compute on, by torch's name: cpu, cuda, cuda:1, … (default: CUDA if there is one)."
+
+
+# Options that are one on the command line.
+READING = Fold("reading", "How records are read and become text.")
+CONSTANTS = Fold("constants", "Constants of the algorithm.")
+TRAINING = Fold("training", "How the trainer works.")
+LORA = Fold("lora", "LoRA in place of training all weights.")
+DP = Fold("dp", "Differential privacy of the records, by DP-SGD: one delta spends (ε, δ), and the ledger adds up.")
+GOAL = Fold("goal", "When records count as forgotten and the others as kept.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +44,9 @@ class RecordFormat(Options):
 
     PANEL: ClassVar[str] = "Records"
 
-    data_dir: Path | None = option(None, "Folder with the files of TOFU or MUSE, instead of the Hub.", metavar="DIR")
+    data_dir: Path | None = option(
+        None, "Folder with the files of TOFU or MUSE, instead of the Hub.", metavar="DIR", fold=READING
+    )
     columns: str | None = option(
         None,
         "Names of your fields, such as question=instruction,answer=response, in files that have them; they win over "
@@ -43,7 +54,9 @@ class RecordFormat(Options):
         metavar="NAME=COLUMN,…",
     )
     split: Literal["file", "paragraphs"] = option(
-        "file", "What a record is in a file of plain text: the file, or each paragraph; blank lines are between them."
+        "file",
+        "What a record is in a file of plain text: the file, or each paragraph; blank lines are between them.",
+        fold=READING,
     )
     encoding: str | None = option(
         None,
@@ -51,10 +64,12 @@ class RecordFormat(Options):
         metavar="NAME",
     )
     skip_bad: bool = option(
-        False, "Skip rows that are not records, such as those with an empty answer, and count them."
+        False, "Skip rows that are not records, such as those with an empty answer, and count them.", fold=READING
     )
     turns: Literal["last", "all"] = option(
-        "last", "Which assistant turns of a dialogue are answers: the last one, or each, after what precedes it."
+        "last",
+        "Which assistant turns of a dialogue are answers: the last one, or each, after what precedes it.",
+        fold=READING,
     )
 
 
@@ -87,13 +102,18 @@ class ChatTemplate(Options):
 
     PANEL: ClassVar[str] = "Records"
 
-    system_prompt: str = option(SYSTEM_PROMPT, "System prompt for the chat template; '' for none.", metavar="TEXT")
-    date: str = option(DATE, "Date for chat templates that print one.", metavar="DATE")
+    system_prompt: str = option(
+        SYSTEM_PROMPT, "System prompt for the chat template; '' for none.", metavar="TEXT", fold=READING
+    )
+    date: str = option(DATE, "Date for chat templates that print one.", metavar="DATE", fold=READING)
     template_option: tuple[str, ...] = option(
-        (), "Variables for the chat template, such as enable_thinking=false (comma-separated).", metavar="NAME=VALUE,…"
+        (),
+        "Variables for the chat template, such as enable_thinking=false (comma-separated).",
+        metavar="NAME=VALUE,…",
+        fold=READING,
     )
     control_tokens: bool = option(
-        False, "Read the names of control tokens in the text of records as these tokens, and not as text."
+        False, "Read the names of control tokens in the text of records as these tokens, and not as text.", fold=READING
     )
 
 
@@ -102,12 +122,13 @@ class Prompts(ChatTemplate):
     """How records become text."""
 
     template: Template | None = option(
-        None, "The tokenizer's chat template, or 'Question: … Answer: …' (default: chat if available)."
+        None, "The tokenizer's chat template, or 'Question: … Answer: …' (default: chat if available).", fold=READING
     )
     max_length: int | None = option(
         None,
         "Truncate records to this many tokens (default: a record too long for the model is an error).",
         above=1,
+        fold=READING,
     )
 
 
@@ -115,7 +136,8 @@ class Prompts(ChatTemplate):
 class Loss(Options):
     """The retain term and the constants of the losses; None stands for the algorithm's own, which the texts name."""
 
-    PANEL: ClassVar[str] = "Constants of the algorithm"
+    FOLD: ClassVar[Fold] = CONSTANTS
+    PANEL: ClassVar[str] = "Training"
 
     retain_loss: str | None = option(None, "Retain term (default: nll; hinge kl, rmu hidden).", choices=RETAIN_TERMS)
     gamma: float | None = option(None, "γ, weight of the forget term (default: 1; satimp 0.1, simnpo 0.125).", least=0)
@@ -175,6 +197,7 @@ class Training(Options):
         "--batch-size on a CPU).",
         above=0,
         affects_result=False,
+        fold=TRAINING,
     )
     precision: Precision = option(
         AUTO,
@@ -182,26 +205,33 @@ class Training(Options):
         "layers computed in bfloat16; bfloat16: half the memory, and small steps round away; auto: mixed for 50 "
         "million weights or more where the processor computes in bfloat16, else float32.",
     )
-    gradient_checkpointing: bool = option(False, "Use less memory and more time.", affects_result=False)
+    gradient_checkpointing: bool = option(False, "Use less memory and more time.", affects_result=False, fold=TRAINING)
     compile: bool = option(
         False,
         "Compile the model's layers first, with torch.compile: pays in trainings of many minutes. Needs a C++ "
         "compiler, or Triton on a GPU. Use it for every copy or for none.",
+        fold=TRAINING,
     )
     deterministic: bool = option(
-        True, "On a GPU: bit-identical results for the same seed, at some cost in speed.", affects_result=False
+        True,
+        "On a GPU: bit-identical results for the same seed, at some cost in speed.",
+        affects_result=False,
+        fold=TRAINING,
     )
     attention: Literal["sdpa", "flash_attention_2", "eager"] = option(
-        "sdpa", "Attention implementation; eager for a model without sdpa."
+        "sdpa",
+        "Attention implementation; eager for a model without sdpa.",
+        fold=TRAINING,
     )
-    weight_decay: float = option(0.01, "Weight decay.", least=0)
-    max_grad_norm: float = option(1.0, "Clip the gradient norm at this.", least=0)
+    weight_decay: float = option(0.01, "Weight decay.", least=0, fold=TRAINING)
+    max_grad_norm: float = option(1.0, "Clip the gradient norm at this.", least=0, fold=TRAINING)
     lr_scheduler: Schedule = option(
         "constant_with_warmup",
         "How the rate goes on after warm-up, by transformers' names: linear and cosine fall to 0 at the last step, "
         "which is --max-steps where a training stops when it is done.",
+        fold=TRAINING,
     )
-    warmup_steps: int = option(0, "Steps of linear warm-up.", least=0)
+    warmup_steps: int = option(0, "Steps of linear warm-up.", least=0, fold=TRAINING)
     seed: int = option(
         0,
         "Seed for the order of the records, which differs in each round. Use the same for every copy.",
@@ -215,7 +245,8 @@ class Training(Options):
 class Lora(Options):
     """LoRA instead of training all weights; off unless a rank is given."""
 
-    PANEL: ClassVar[str] = "LoRA"
+    FOLD: ClassVar[Fold] = LORA
+    PANEL: ClassVar[str] = "Training"
 
     lora_rank: int | None = option(None, "Train factors of this rank instead of all weights.", above=0, metavar="R")
     lora_alpha: float | None = option(None, "Scaling · rank (default: twice the rank).", above=0)
@@ -246,15 +277,20 @@ class Privacy(Options):
     PANEL: ClassVar[str] = "Differential privacy of the records"
 
     dp_epsilon: float | None = option(
-        None, "ε of per-record differential privacy, for one delta.", above=0, below=MOST_EPSILON
+        None,
+        "ε of per-record differential privacy, for one delta.",
+        above=0,
+        below=MOST_EPSILON,
+        fold=DP,
     )
-    dp_delta: float = option(1e-5, "δ for --dp-epsilon.", above=0, below=MOST_DELTA)
-    dp_max_grad_norm: float = option(1.0, "Clip the gradient norm of each record at this.", above=0)
-    dp_unit: str | None = option(None, DP_UNIT, metavar="COLUMN")
+    dp_delta: float = option(1e-5, "δ for --dp epsilon.", above=0, below=MOST_DELTA, fold=DP)
+    dp_max_grad_norm: float = option(1.0, "Clip the gradient norm of each record at this.", above=0, fold=DP)
+    dp_unit: str | None = option(None, DP_UNIT, metavar="COLUMN", fold=DP)
     dp_neighbours: Literal["left-out", "replaced"] = option(
         "left-out",
         "What ε compares: your records with one left out, its place empty, or with one replaced by another, which "
         "takes about twice the noise. How many records there are is no secret in either.",
+        fold=DP,
     )
     public_records: bool = option(
         False,
@@ -267,6 +303,7 @@ class Privacy(Options):
         "Refuse a training after which all that were ever made with your ledger would spend more than this ε.",
         above=0,
         affects_result=False,
+        fold=DP,
     )
 
 
@@ -314,13 +351,19 @@ class Goal(Options):
         metavar="DATA",
     )
     max_left: float = option(
-        0.05, "Share of what was known of the records to forget that may be left.", least=0, below=1, metavar="SHARE"
+        0.05,
+        "Share of what was known of the records to forget that may be left.",
+        least=0,
+        below=1,
+        metavar="SHARE",
+        fold=GOAL,
     )
     min_kept: float = option(
         0.95,
         "Share of what was known of the records to keep that has to stay, on records that were not trained on.",
         above=0,
         metavar="SHARE",
+        fold=GOAL,
     )
     held_out: float = option(
         0.2,
@@ -329,6 +372,7 @@ class Goal(Options):
         least=0,
         below=1,
         metavar="SHARE",
+        fold=GOAL,
     )
 
 
@@ -342,14 +386,6 @@ class Stopping(Options):
         None,
         "Stop after so many steps at the latest (default: 180, or 20 passes over the forget set if more).",
         above=0,
-    )
-    training_noise: float = option(
-        0.0,
-        "Noise on the weights of a copy that has no permanent noise, while they are trained, as a share of them: such "
-        "as 0.05, for models that lose too much of what is kept. It is not in the delta.",
-        least=0,
-        below=1,
-        metavar="SHARE",
     )
 
 
@@ -381,7 +417,12 @@ class Logging(Options):
         "Keep checkpoints, and resume from the last if there is one; pass over copies that have their delta.",
     )
     checkpoint_steps: int | None = option(
-        None, "Steps between the checkpoints of --resume (default: one a minute).", above=0
+        None,
+        "Steps between the checkpoints of --resume (default: one a minute).",
+        above=0,
+        fold=TRAINING,
     )
     log: Path | None = option(None, "Append the losses of each step as JSON lines.", metavar="FILE")
-    report_to: Literal["tensorboard", "wandb"] | None = option(None, "Where to report the losses.", in_files=False)
+    report_to: Literal["tensorboard", "wandb"] | None = option(
+        None, "Where to report the losses.", in_files=False, fold=TRAINING
+    )

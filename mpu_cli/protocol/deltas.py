@@ -156,7 +156,7 @@ def _factor_shapes(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int,
                 raise MpuError(
                     f"{delta.path}: {tensor.name!r} has factors of rank {rank:,}, more than a change of {rows} × "
                     f"{columns} weights can have",
-                    "ask the client for one with a lower --lora-rank",
+                    "ask the client for one with a lower --lora rank",
                 )
             expected |= {left_name: (*stack, rows, rank), right: (*stack, rank, columns)}
     if not expected:

@@ -412,7 +412,7 @@ class Calibration:
 
 
 def calibrate(options: CalibrationOptions, smallest_alpha: float) -> Calibration:
-    """The least noise for ``--epsilon`` and ``--dp-delta`` over ``--budget-rounds`` rounds of a run.
+    """The least noise for ``--dp epsilon`` and ``--dp delta`` over ``--dp budget_rounds`` rounds of a run.
 
     ``--bound`` "analytic" is exact (Balle and Wang, 2018, through dp-accounting); "classical" is σ = S√(2 ln(1.25/δ))/ε
     (Dwork and Roth, 2014, Theorem A.1), which is larger and valid for ε ≤ 1. Raises UsageError if a number is out of
@@ -422,7 +422,7 @@ def calibrate(options: CalibrationOptions, smallest_alpha: float) -> Calibration
 
     epsilon, delta, sensitivity = options.epsilon, options.dp_delta, options.sensitivity
     if epsilon is None or delta is None or sensitivity is None:
-        raise UsageError("--epsilon needs --dp-delta and --sensitivity")
+        raise UsageError("--dp epsilon needs --dp delta and --dp sensitivity")
     adversary, bound, rounds = options.adversary, options.bound, options.budget_rounds
     if bound == "classical":
         if epsilon > 1:
@@ -432,17 +432,17 @@ def calibrate(options: CalibrationOptions, smallest_alpha: float) -> Calibration
         try:
             from dp_accounting.gaussian_mechanism import get_sigma_gaussian
         except ImportError as error:
-            raise MpuError("--epsilon needs dp-accounting", "install it with pip install dp-accounting") from error
+            raise MpuError("--dp epsilon needs dp-accounting", "install it with pip install dp-accounting") from error
         multiplier = float(get_sigma_gaussian(epsilon, delta))
     if norm.sf(DOUBLE_REACH - 1 / multiplier) > TAIL * delta:
         raise UsageError(
-            f"--epsilon {epsilon:g} at --dp-delta {delta:g}: needs so little noise that the cut-off of our normals, "
+            f"--dp epsilon {epsilon:g} at --dp delta {delta:g}: needs so little noise that the cut-off of our normals, "
             f"at {DOUBLE_REACH:.1f} σ, would show",
             "choose a smaller ε or a larger δ",
         )
     needed = multiplier * math.sqrt(rounds) * sensitivity
     if not math.isfinite(needed):
-        raise UsageError(f"--epsilon {epsilon:g} at --dp-delta {delta:g}: no finite noise achieves this")
+        raise UsageError(f"--dp epsilon {epsilon:g} at --dp delta {delta:g}: no finite noise achieves this")
     copy_sigma, shared = (needed / smallest_alpha, 0.0) if adversary == "one-copy" else (0.0, needed)
     return Calibration(
         epsilon=epsilon, delta=delta, sensitivity=sensitivity, adversary=adversary, bound=bound, rounds=rounds,

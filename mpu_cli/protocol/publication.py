@@ -222,11 +222,11 @@ def publication_of(
     if seed is not None and not 0 <= seed < 2**64:
         raise UsageError(f"--seed {seed}: must be at least 0 and below 2^64")
     if privacy.epsilon is None and (privacy.dp_delta is not None or privacy.sensitivity is not None):
-        raise UsageError("--dp-delta and --sensitivity calibrate noise for --epsilon, which is missing")
+        raise UsageError("--dp delta and --dp sensitivity calibrate noise for --dp epsilon, which is missing")
     if privacy.epsilon is not None and seed is not None:
-        raise UsageError("--epsilon with --seed: noise that can be guessed protects nothing", "leave out --seed")
+        raise UsageError("--dp epsilon with --seed: noise that can be guessed protects nothing", "leave out --seed")
     if privacy.epsilon is not None and round_ > privacy.budget_rounds:
-        raise UsageError(f"--round {round_}: ε and δ cover {privacy.budget_rounds} rounds", "raise --budget-rounds")
+        raise UsageError(f"--round {round_}: ε and δ cover {privacy.budget_rounds} rounds", "raise --dp budget_rounds")
     master = new_seed() if seed is None else seed_from_number(seed)
     scheme = scheme_of(disguise, (Randomness(master), round_))
     calibration = None if privacy.epsilon is None else calibrate(privacy, min(scheme.scales))

@@ -279,7 +279,7 @@ def _enter_in_register(
     """Enter the publication in the server's register and in ``entries``.
 
     Returns it with the seed of its permanent noise, and that noise's σ by block, which an earlier publication may have
-    decided; None under --epsilon. Raises MpuError if an earlier publication forbids this one.
+    decided; None under --dp epsilon. Raises MpuError if an earlier publication forbids this one.
     """
     publication, path, full_layout = plan.publication, default_register_path(), plan.full_base.layout
     full_names = names_in_base(plan.full_base, publication.omitted)

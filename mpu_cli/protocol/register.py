@@ -57,7 +57,7 @@ class RegisterEntry:
     ``content``: of the base, see ``BaseScan.content``; ``noise_content``: what its permanent noise is drawn for, the
     content of the base's first publication in any precision; ``secret``: which secret of the server's it is drawn from;
     ``permanent_sigma``: σ of permanent noise by the name of a block's first tensor in memory; ``calibrated_sigma``: σ
-    that hides the base under ``--epsilon``, in ``calibrated_rounds`` publications; ``replaces_earlier``: whether nobody
+    that hides the base under ``--dp``, in ``calibrated_rounds`` publications; ``replaces_earlier``: whether nobody
     has copies of those before it; ``seed``: what its copies are drawn from, ``draws``: how many draws
     of noise that cancels it has, ``marked``: whether it has a mark.
     """
@@ -200,9 +200,9 @@ def enter_calibrated(path: Path, entry: RegisterEntry, sigma: float, rounds: int
             holds = holds and spent <= promised_rounds * (1 + 1e-9)
         if not holds and not again:
             raise MpuError(
-                f"--epsilon: with {counted(len(earlier), 'earlier publication')} of this base or run, "
+                f"--dp epsilon: with {counted(len(earlier), 'earlier publication')} of this base or run, "
                 "ε and δ of one of them would not hold any more",
-                "give out the copies of the earlier one: a budget for several publications, --budget-rounds, has to be "
+                "give out the copies of the earlier one: a budget for several, --dp budget_rounds, has to be "
                 f"planned from the first on; or {OVERRIDE}",
             )
         return _append(

@@ -422,10 +422,10 @@ def _check_adapter(owners: Sequence[Owner], options: Aggregating) -> None:
         if delta.manifest.kind != "lora":
             raise MpuError(
                 f"{delta.path}: is a full delta, but --as-adapter needs LoRA deltas",
-                "make them with unlearn --lora-rank",
+                "make them with unlearn --lora rank",
             )
         if stacked := [n for n, info in delta.checkpoint.tensors.items() if len(info.shape) > 2 or ".experts." in n]:
             raise MpuError(
                 f"{delta.path}: adapts experts ({quoted_list(stacked)}), which --as-adapter cannot write",
-                "aggregate to a model, or train with --lora-targets other than the experts",
+                "aggregate to a model, or train with --lora targets other than the experts",
             )

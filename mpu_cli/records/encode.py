@@ -145,12 +145,14 @@ class Encoding:
         if self.long:
             remarks.append(
                 f"{len(set(self.long))} of {total} records are longer than the {self.limits.usual:,} tokens that the "
-                f"model was made for, such as {self.long[0]}; --max-length cuts them"
+                f"model was made for, such as {self.long[0]}; --reading max_length cuts them"
             )
         if self.marked:
             count = len({place for places in self.marked.values() for place in places})
             name, places = next(iter(self.marked.items()))
-            read = "are read as such" if self.controls else "are read as text; --control-tokens reads them as such"
+            read = (
+                "are read as such" if self.controls else "are read as text; --reading control_tokens reads them as such"
+            )
             remarks.append(
                 f"{count} of {total} records hold control tokens of the model, such as {name!r} in {places[0]}: they "
                 f"{read}"
@@ -241,7 +243,7 @@ class Encoding:
                 outcomes.append(tokens.rejection(other, record.location, _hint(record, other)))
             elif isinstance(marked, ValueError) or len(marked) != len(text):
                 problem = "the template prints its text differently because of the control tokens in it"
-                hint = "take them out of the record, or read them as such with --control-tokens"
+                hint = "take them out of the record, or read them as such with --reading control_tokens"
                 outcomes.append(MpuError(f"{record.location}: {problem}", hint))
             else:
                 if (self.controls or text != marked) and (spans := self._marks(record, text, marked)):
@@ -338,7 +340,7 @@ class Encoding:
             what = "the chat template prints nothing of the answer" if record.answer else "the answer has no text"
             return MpuError(
                 f"{record.location}: {what}, so there is nothing to learn",
-                "use --template plain" if record.answer else None,
+                "use --reading template=plain" if record.answer else None,
             )
         last = self._end_of_answer(text, tokenized, content_end)
         labels = [IGNORED] * answer_start + ids[answer_start:last] + [IGNORED] * (len(ids) - last)
@@ -346,12 +348,14 @@ class Encoding:
             ids, labels = ids[: self.truncate_to], labels[: self.truncate_to]
             self.truncated.append(record.location)
             if all(label == IGNORED for label in labels):
-                return MpuError(f"{record.location}: the prompt alone is longer than --max-length {self.truncate_to}")
+                return MpuError(
+                    f"{record.location}: the prompt alone is longer than --reading max_length {self.truncate_to}"
+                )
         longest = self.limits.longest
         if longest is not None and len(ids) > longest:
             return MpuError(
                 f"{record.location}: {len(ids)} tokens, but the model accepts at most {longest}",
-                f"shorten it, or truncate records with --max-length {longest}",
+                f"shorten it, or truncate records with --reading max_length {longest}",
             )
         return [Example(ids, labels, min(content_end, len(ids)))]
 
@@ -391,9 +395,13 @@ def template_variables(assignments: Sequence[str]) -> dict[str, object]:
     for assignment in assignments:
         name, equals, value = (part.strip() for part in assignment.partition("="))
         if name in forms.RESERVED or name.startswith("mpu_") or name == "date_string":
-            raise UsageError(f"--template-option {assignment}: {name} is mpu's own (--date for the date)")
+            raise UsageError(
+                f"--reading template_option {assignment}: {name} is mpu's own (--reading date for the date)"
+            )
         if not (equals and name.isidentifier()):
-            raise UsageError(f"--template-option {assignment}: expected NAME=VALUE, such as enable_thinking=false")
+            raise UsageError(
+                f"--reading template_option {assignment}: expected NAME=VALUE, such as enable_thinking=false"
+            )
         try:
             variables[name] = json.loads(value)
         except ValueError:
@@ -443,20 +451,22 @@ def _hint(record: Record, problem: object) -> str | None:
     """What to do about a dialogue that a template rejected, if the template's date or the dialogue's roles tell; None
     where the template's own words name the system's, which every record may have."""
     if forms.COMPUTED_DATE in str(problem):
-        return "its date cannot be fixed with --date: use --template plain, or write the format into strftime_now"
+        return "its date cannot be fixed: use --reading template=plain, or write the format into strftime_now"
     if "system" in str(problem).lower():
         return None
     roles = [turn.role for turn in record.turns if turn.role != "system"]
     if any(role == following == "user" for role, following in pairwise(roles)):
         return "it has two user turns in a row, which this template does not take: join them"
     if any(role not in ("user", "assistant") for role in roles):
-        return f"it has turns of {', '.join(sorted({*roles} - {'user', 'assistant'}))}: use --template plain"
+        return f"it has turns of {', '.join(sorted({*roles} - {'user', 'assistant'}))}: use --reading template=plain"
     return None
 
 
 def no_template() -> MpuError:
     """What to raise for a chat template that is asked for and not there."""
-    return MpuError("the model's tokenizer has no chat template", "use --template plain, or add a chat_template.jinja")
+    return MpuError(
+        "the model's tokenizer has no chat template", "use --reading template=plain, or add a chat_template.jinja"
+    )
 
 
 # Batches of examples.

@@ -166,7 +166,7 @@ def remarks_on_units(records: Sequence[Record], unit: str | None) -> list[str]:
     if sharing := sum(len(each) for each in units_by_question.values() if len(each) > 1):
         remarks.append(
             f"{sharing} records share their question with another, and each is protected alone: if they are of one "
-            "person, name the field that says whose they are with --dp-unit"
+            "person, name the field that says whose they are with --dp unit"
         )
     return remarks
 
@@ -175,8 +175,8 @@ def check_units(reading: RecordFormat, unit: str | None) -> None:
     """Raise UsageError if each turn of a dialogue would be protected alone: all have what precedes them."""
     if reading.turns == ALL_TURNS and unit is None:
         raise UsageError(
-            "--turns all makes several records of a dialogue, and a bound would protect each of them alone",
-            "name the field that all records of a dialogue share with --dp-unit, or leave out --turns",
+            "--reading turns=all makes several records of a dialogue, and a bound would protect each of them alone",
+            "name the field that all records of a dialogue share with --dp unit, or leave out --reading turns",
         )
 
 
@@ -263,7 +263,7 @@ def parse_date(text: str) -> date:
             return datetime.strptime(text, form).date()
         except ValueError:
             continue
-    raise UsageError(f"--date {text!r}: not a date such as {DATE!r} or 2025-04-10")
+    raise UsageError(f"--reading date {text!r}: not a date such as {DATE!r} or 2025-04-10")
 
 
 def template_date(tokenizer: PreTrainedTokenizerBase, text: str) -> dict[str, object]:
@@ -524,7 +524,7 @@ def parse_record(row: object, location: str) -> Record:
         if len(turns) < 2:
             raise MpuError(
                 f"{location}: every answer is marked as not to be trained on, such as by 'weight': 0",
-                "take the record out, or leave such records out with --skip-bad",
+                "take the record out, or leave such records out with --reading skip_bad",
             )
     *earlier, last = turns
     return Record(tuple(earlier), last.content, location, alternate=alternate, answer_fields=last.fields)
@@ -545,10 +545,10 @@ def role_of(message: object) -> str | None:
 
 
 def unit_of(row: object, field: str, location: str) -> str:
-    """What ``field``, of --dp-unit, says of a row: whose it is. Raises MpuError if it says nothing."""
+    """What ``field``, of --dp unit, says of a row: whose it is. Raises MpuError if it says nothing."""
     value = row.get(field) if isinstance(row, dict) else None
     if not isinstance(value, str | int) or value == "":
-        raise MpuError(f"{location}: no {field!r}, which --dp-unit names")
+        raise MpuError(f"{location}: no {field!r}, which --dp unit names")
     return str(value)
 
 
@@ -557,7 +557,7 @@ def _text(row: Mapping[str, object], name: str, location: str) -> str:
     if isinstance(value, CellError):
         raise MpuError(
             f"{location}: {name!r} is {value}, an error of the spreadsheet",
-            "mend its formula, or leave such records out with --skip-bad",
+            "mend its formula, or leave such records out with --reading skip_bad",
         )
     if isinstance(value, float) and math.isfinite(value):
         value = repr(value)

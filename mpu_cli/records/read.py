@@ -71,7 +71,7 @@ OFFICE_FILES = {
 SHEETS = (".ods", ".xls")
 COMPRESSED: Mapping[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 MOST_EXPANDED, SMALL = 100, 1 << 20  # times the size of a compressed file and this many bytes: text is 3 to 20 times
-PARAGRAPHS = "paragraphs"  # of --split
+PARAGRAPHS = "paragraphs"  # of --reading split
 # Files that come with a data set and hold none of its records, by their names without the last suffix.
 DOCUMENTATION = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog)([-_.][a-z0-9.]{1,12})?", re.I)
 # What save_to_disk of datasets writes beside its tables, and what old versions of push_to_hub did.
@@ -275,7 +275,7 @@ def file_rows(path: Path, split: str = "file", encoding: str | None = None) -> R
     """
     suffix = suffix_of(path)
     if suffix in OFFICE_FILES:
-        way = "as a CSV file" if suffix in SHEETS else "as plain text (.txt), and see --split paragraphs"
+        way = "as a CSV file" if suffix in SHEETS else "as plain text (.txt), and see --reading split=paragraphs"
         raise MpuError(f"{path}: {OFFICE_FILES[suffix]}, which is not read", f"save it {way}")
     if suffix == PARQUET_SUFFIX:
         yield from _parquet_rows(path)
@@ -494,7 +494,11 @@ def rows_through_datasets(source: str, loader: str, **arguments: object) -> Rows
             rows = datasets.load_dataset(loader, cache_dir=str(cache), **arguments)
             yield from ((f"{source}, record {i}", row) for i, row in enumerate(rows, 1))
         except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
-            hint = "if the Hub cannot be reached, pass a local folder with --data-dir" if loader == source else None
+            hint = (
+                "if the Hub cannot be reached, pass a local folder with --reading data_dir"
+                if loader == source
+                else None
+            )
             raise MpuError(f"{source}: cannot be loaded ({first_line(error)})", hint) from error
 
 
@@ -540,7 +544,7 @@ def read_records(
     if reading.turns == "last" and with_context:
         observer.note(
             f"{len(with_context)} of {len(records)} dialogues have earlier answers, which are context only; "
-            "--turns all takes each as a record"
+            "--reading turns=all takes each as a record"
         )
     return records
 
@@ -656,7 +660,7 @@ def benchmark_rows(name: str, split: str, data_dir: Path | None, config: str | N
     Raises MpuError if the split does not exist, listing those that do.
     """
     if data_dir and not data_dir.is_dir():
-        raise MpuError(f"--data-dir {data_dir}: no such directory")
+        raise MpuError(f"--reading data_dir {data_dir}: no such directory")
     if data_dir is None:
         return _long_enough(name, _benchmark_of_hub(name, split, config))
     folder = data_dir / config if config else data_dir
@@ -676,7 +680,7 @@ def _benchmark_of_hub(name: str, split: str, config: str | None) -> Iterator[Row
     if split in GATED:
         return _rows_of_hub(GATED[split], None, "train")
     if name not in _HUB_NAMES:
-        raise MpuError(f"{name}: not on the Hub", "name its folder with --data-dir")
+        raise MpuError(f"{name}: not on the Hub", "name its folder with --reading data_dir")
     return _rows_of_hub(_HUB_NAMES[name], config or split, split if config else "train")
 
 

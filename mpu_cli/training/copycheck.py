@@ -6,7 +6,7 @@ responds to one record and hands its hidden states over (imprint layers: Fowl et
 coordinates leave in place can be compared: the configuration, the tokenizer, norms of rows and columns up to their
 order, what each unit responds to, and what copies of one round answer.
 
-These are signs, not a proof: who knows them can stay below them. A bound comes from --dp-epsilon alone.
+These are signs, not a proof: who knows them can stay below them. A bound comes from --dp epsilon alone.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ class Dataset:
             paragraphs = paragraphs_in(records[0]) if len(records) == 1 else 1
             if paragraphs > 1:
                 remarks.append(
-                    f"{records[0].location}: one record, of {paragraphs} paragraphs; --split paragraphs makes a record "
-                    "of each"
+                    f"{records[0].location}: one record, of {paragraphs} paragraphs; --reading split=paragraphs makes "
+                    "one of each"
                 )
         retain = (*self.retain, *self.held_out)
         remarks += remarks_on_overlap(self.forget, retain, "which works against forgetting")
@@ -202,7 +202,7 @@ def encoded_sets(
         for number, examples in enumerate(encoding.encode_each(set_records)):
             if private and not isinstance(examples, MpuError) and len(examples) != 1:
                 examples = MpuError(
-                    f"{set_records[number].location}: {len(examples)} examples, where --dp-epsilon takes one a record"
+                    f"{set_records[number].location}: {len(examples)} examples, where --dp epsilon takes one a record"
                 )
             if not isinstance(examples, MpuError):
                 together += examples

@@ -97,7 +97,7 @@ def check_compiler(device: torch.device) -> None:
     """Raise MpuError if layers cannot be compiled for ``device`` here."""
     if device.type == "cpu" and shutil.which(COMPILER) is None:
         raise MpuError(
-            f"--compile needs a C++ compiler, and there is no {COMPILER}",
+            f"--training compile needs a C++ compiler, and there is no {COMPILER}",
             "install one, name another by CXX, or leave it out",
         )
 
@@ -117,7 +117,7 @@ def compiled_layers(model: torch.nn.Module) -> Iterator[None]:
         # The first line of torch's message names the backend alone; what went wrong follows.
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         reason = next((line for line in lines if not line.startswith("backend=")), type(error).__name__)
-        raise MpuError(f"--compile: {reason}", "leave it out") from error
+        raise MpuError(f"--training compile: {reason}", "leave it out") from error
     finally:
         for layer in layers:
             layer._compiled_call_impl = None  # what Module.compile sets; measuring compiles nothing

@@ -67,17 +67,17 @@ def check_options(options: Unlearning, goal: Goal | None = None) -> Objective:
     is_private = privacy.dp_epsilon is not None
     check_training(training, options.prompts.date)
     if lora.lora_rank is None and lora != Lora():
-        raise UsageError("--lora-alpha, --lora-targets and --quantize need --lora-rank")
+        raise UsageError("--lora alpha, --lora targets and --lora quantize need --lora rank")
     if lora.quantize is not None:
         if training.precision == "float64" or is_sharded():
-            raise UsageError("--quantize does not work with --precision float64, or weights split over processes")
+            raise UsageError("--lora quantize does not work with --precision float64, or weights split over processes")
         if training.compile:
-            raise UsageError("--quantize does not work with --compile")
+            raise UsageError("--lora quantize does not work with --training compile")
         check_bitsandbytes()
     if not is_private and (privacy.dp_budget, privacy.dp_unit) != (None, None):
-        raise UsageError("--dp-budget and --dp-unit need --dp-epsilon")
+        raise UsageError("--dp budget and --dp unit need --dp epsilon")
     if is_private and privacy.public_records:
-        raise UsageError("--public-records does not work with --dp-epsilon", "public records need no noise")
+        raise UsageError("--public-records does not work with --dp epsilon", "public records need no noise")
     if privacy.public_records:
         _check_public_files(options, goal, objective)
     if is_private:
@@ -87,7 +87,7 @@ def check_options(options: Unlearning, goal: Goal | None = None) -> Objective:
         scheduled = training.warmup_steps or training.lr_scheduler != Training().lr_scheduler
         if scheduled or training.gradient_checkpointing or training.compile or mixed:
             raise UsageError(
-                "--dp-epsilon does not work with --lr-scheduler, --warmup-steps, --gradient-checkpointing, --compile "
+                "--dp does not work with --training lr_scheduler, warmup_steps, gradient_checkpointing or compile "
                 "or --precision mixed"
             )
     return objective
@@ -100,7 +100,7 @@ def in_float32_if_private(options: Unlearning, observer: Observer) -> Unlearning
         return options
     if options.training.precision == "bfloat16":
         observer.warn(
-            "--dp-epsilon computes in float32: in bfloat16, one record would move the sum of gradients too far"
+            "--dp epsilon computes in float32: in bfloat16, one record would move the sum of gradients too far"
         )
     return replace(options, training=replace(options.training, precision="float32"))
 
@@ -153,22 +153,26 @@ def check_training(training: Training, date: str) -> None:
         raise UsageError("accelerate is set to DeepSpeed, which mpu does not train with", "use FSDP 2")
     if training.compile:
         if training.gradient_checkpointing:
-            raise UsageError("--compile does not work with --gradient-checkpointing")
+            raise UsageError("--training compile does not work with --training gradient_checkpointing")
         check_compiler(device)
     if training.attention == "flash_attention_2":
         if training.precision not in ("bfloat16", "mixed") or device.type != "cuda":
-            raise UsageError("--attention flash_attention_2 requires --precision bfloat16 or mixed and a CUDA device")
+            raise UsageError(
+                "--training attention=flash_attention_2 requires --precision bfloat16 or mixed and a CUDA device"
+            )
         # Looked for here: transformers would fetch a kernel, which is code, from the Hub in its place.
         if find_spec("flash_attn") is None:
-            raise MpuError("--attention flash_attention_2 needs flash-attn", "install it with pip install flash-attn")
+            raise MpuError(
+                "--training attention=flash_attention_2 needs flash-attn", "install it with pip install flash-attn"
+            )
 
 
 def check_logging(logging: Logging, privacy: Privacy) -> None:
     """Raise UsageError for logs that would leak private records, MpuError for a library that is not installed."""
     if privacy.dp_epsilon is not None and (logging.resume or logging.log or logging.report_to):
-        raise UsageError("--dp-epsilon does not work with --resume, --log or --report-to")
+        raise UsageError("--dp epsilon does not work with --resume, --log or --training report_to")
     if (name := logging.report_to) and find_spec(name) is None:
-        raise MpuError(f"--report-to {name} needs {name}", f"install it with pip install {name}")
+        raise MpuError(f"--training report_to {name} needs {name}", f"install it with pip install {name}")
 
 
 def check_reference_file(path: Path, manifest: CopyManifest | None, options: Unlearning, objective: Objective) -> bool:
@@ -176,7 +180,7 @@ def check_reference_file(path: Path, manifest: CopyManifest | None, options: Unl
     another suffix, MpuError if it is missing after round 1."""
     if not refers_back(objective):
         raise UsageError(
-            f"--reference-file: {options.algo} with --retain-loss {objective.retain_loss} compares with no "
+            f"--reference-file: {options.algo} with --constants retain_loss {objective.retain_loss} compares with no "
             "probabilities, or with hidden states, which are in a copy's own coordinates",
             "leave it out",
         )
@@ -200,7 +204,7 @@ def check_suits(
     depth, layer = model.config.get_text_config().num_hidden_layers, objective.constants.layer
     if (objective.algorithm.hidden or objective.retain_outputs == "hidden") and layer >= depth - 1:
         raise UsageError(
-            f"--layer {layer}: the model has {depth} layers, counted from 0, and the last one's output is "
+            f"--constants layer {layer}: the model has {depth} layers, counted from 0, and the last one's output is "
             "only available after the final norm",
             "choose a lower one",
         )
@@ -360,7 +364,7 @@ def prepare_job(
             "start them with torchrun or accelerate launch",
         )
     if options.privacy.dp_epsilon is not None and processes.num_processes > 1:
-        raise UsageError("--dp-epsilon does not work with several processes")
+        raise UsageError("--dp epsilon does not work with several processes")
     manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
     if manifest:  # each round has its own order of the records, all copies of it the same
         # numpy, which transformers seeds too, takes 32 bits.
@@ -399,8 +403,8 @@ def load_copy(job: TrainingJob, transaction: Transaction) -> LoadedCopy:
         check_opacus()
         if any(".experts." in name for name in change.trainable_names(model)):
             raise UsageError(
-                "--dp-epsilon: experts have no gradients for each record",
-                "use --lora-rank with --lora-targets that leave the experts out",
+                "--dp epsilon: experts have no gradients for each record",
+                "use --lora rank with --lora targets that leave the experts out",
             )
         private = plan_privately(job.data, options, job.objective)
     is_noted = job.ledger or job.logging.resume or job.start

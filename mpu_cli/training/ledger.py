@@ -177,7 +177,7 @@ def write_down(
             if spent > budget:
                 reason = f" (some had no bound for this unit, or δ = {delta:g} is used up)" if math.isinf(spent) else ""
                 raise MpuError(
-                    f"--dp-budget {budget:g}: with this one, the {len(before) + 1} in {path} would spend ε = "
+                    f"--dp budget {budget:g}: with this one, the {len(before) + 1} in {path} would spend ε = "
                     f"{spent:.3g}{reason}",
                     "nothing was trained or released; a higher budget says more of your records",
                 )
@@ -199,7 +199,7 @@ def summary(entries: Sequence[LedgerEntry]) -> Mapping[str, object]:
     private = sum(each.mechanism is not None for each in trainings)
     public = sum(each.public for each in trainings)
     return {
-        "trainings": len(trainings), "with --dp-epsilon": private, "on --public-records": public,
+        "trainings": len(trainings), "with --dp epsilon": private, "on --public-records": public,
         "without a bound": len(trainings) - private - public, "releases of terms": len(entries) - len(trainings),
         "runs": len({each.run for each in entries if each.run}),
         "models": len({each.weights for each in entries if each.weights}),

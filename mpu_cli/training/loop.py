@@ -279,7 +279,8 @@ class UnlearningTrainer(Trainer):
         gc.collect()
         clear_device_cache()
         self._warn(
-            f"out of memory: from here on, {counted(most, 'record')} at once; --micro-batch-size {most} begins so"
+            f"out of memory: from here on, {counted(most, 'record')} at once; --training micro_batch_size={most} "
+            "begins so"
         )
         try:
             for each in (*self._done_in_step, number):
@@ -418,7 +419,7 @@ def seed_training(training: Training) -> Iterator[None]:
     except RuntimeError as error:
         if "deterministic" not in str(error):
             raise
-        raise MpuError(str(error).splitlines()[0], "use --no-deterministic") from error
+        raise MpuError(str(error).splitlines()[0], "use --training deterministic=false") from error
     finally:
         torch.use_deterministic_algorithms(before)
 

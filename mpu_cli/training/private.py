@@ -1,7 +1,7 @@
 """Training with differential privacy for the client's records: DP-SGD (Abadi et al., 2016) with Opacus.
 
 The unit of protection is one record of the forget or the retain set or, where records name one, everything of one
-person (``--dp-unit``). Each step samples every unit independently (Poisson sampling), clips the gradient of each unit's
+person (``--dp unit``). Each step samples every unit independently (Poisson sampling), clips the gradient of each unit's
 loss, and adds Gaussian noise. The delta reports the bound to the server; what was actually spent stays with the client,
 because it depends on the number of records.
 
@@ -113,7 +113,7 @@ def noise_multiplier_for(
         )
     except (ValueError, mechanism_calibration.NoBracketIntervalFoundError) as error:
         raise UsageError(
-            f"--dp-epsilon {epsilon:g} --dp-delta {delta:g}: no usable noise level achieves this in {steps} steps",
+            f"--dp epsilon {epsilon:g} --dp delta {delta:g}: no usable noise level achieves this in {steps} steps",
             "raise them, or use fewer --epochs",
         ) from error
     return float(multiplier)
@@ -155,11 +155,13 @@ ExampleIndex = tuple[str, int]  # an example: its set, and its number there
 def check_objective(algo: str, objective: Objective) -> None:
     """Raises UsageError if the losses are not computed record by record here."""
     if objective.algorithm.alternate or objective.algorithm.hidden or algo not in ALGORITHMS:
-        raise UsageError(f"--dp-epsilon does not work with {algo}: its loss is not a sum over single records")
+        raise UsageError(f"--dp epsilon does not work with {algo}: its loss is not a sum over single records")
     if objective.constants.dual_rate:
-        raise UsageError(f"--dp-epsilon does not work with {algo}: its α tells of the records without noise")
+        raise UsageError(f"--dp epsilon does not work with {algo}: its α tells of the records without noise")
     if objective.retain_outputs == "hidden":
-        raise UsageError(f"--dp-epsilon does not work with --retain-loss {objective.retain_loss}", "use nll or kl")
+        raise UsageError(
+            f"--dp epsilon does not work with --constants retain_loss {objective.retain_loss}", "use nll or kl"
+        )
 
 
 @dataclass(frozen=True)
@@ -242,7 +244,7 @@ def check_opacus() -> None:
     try:
         import opacus  # noqa: F401
     except ImportError as error:
-        raise MpuError("--dp-epsilon needs Opacus", "install it with pip install opacus") from error
+        raise MpuError("--dp epsilon needs Opacus", "install it with pip install opacus") from error
 
 
 def train_privately(
@@ -368,8 +370,8 @@ def _check_rows(trained: Sequence[torch.nn.Parameter], examples: int) -> None:
         rows: Any = getattr(parameter, "grad_sample", None)
         if not isinstance(rows, torch.Tensor) or len(rows) != examples:
             raise UsageError(
-                "--dp-epsilon: a layer of this model has no gradients for each record",
-                "use --lora-targets that leave it out, such as q_proj,v_proj",
+                "--dp epsilon: a layer of this model has no gradients for each record",
+                "use --lora targets that leave it out, such as q_proj,v_proj",
             )
 
 

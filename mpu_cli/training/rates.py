@@ -35,7 +35,9 @@ def remarks_on_warmup(training: Training, steps: int) -> list[str]:
     if training.warmup_steps <= steps:
         return []
     length = counted(steps, "step")
-    return [f"--warmup-steps {training.warmup_steps}: the training has {length}, so its rate never gets to --lr"]
+    return [
+        f"--training warmup_steps {training.warmup_steps}: the training has {length}, so its rate never gets to --lr"
+    ]
 
 
 def with_epochs(options: Unlearning, records: int) -> Unlearning:

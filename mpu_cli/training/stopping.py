@@ -37,15 +37,8 @@ from mpu_cli.records.knowledge import Probabilities, error_of_share_left, share_
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.ledger import Course
 
-# Noise that a client puts on the weights while it trains them, and that is not in its delta (``--training-noise``).
-#
-# Gradient steps that make an answer improbable also damage what is near it. A change that works with noise on all
-# weights does not depend on their exact values: without the noise it forgets less than it seemed to, and keeps nearly
-# all. A copy with permanent noise brings that along. On one without, whose scores are those of the server's model, the
-# client may add its own, and scores what the change does without it.
 
-
-class TrainingNoise:
+class FurtherNoise:
     """Normal noise on matrices ``before``, the weights by their names, of ``share`` of each one's root mean square.
 
     ``seed`` and the name of a matrix fix its draw, so that it need not be stored; copies in different coordinates
@@ -55,8 +48,8 @@ class TrainingNoise:
     def __init__(self, before: Mapping[str, torch.Tensor], seed: int, share: float):
         self._before, self._seed, self.share = before, seed, share
 
-    def start(self, name: str) -> torch.Tensor:
-        """The weights of this name from which the training starts, in the dtype of ``before``."""
+    def noisy(self, name: str) -> torch.Tensor:
+        """The weights of this name with the noise, in the dtype of ``before``."""
         before = self._before[name]
         if before.dim() < 2:
             return before
@@ -70,7 +63,6 @@ LEAST_HELD_OUT = 16
 SCORED_RECORDS = 128  # records of a set at most: the standard error of a mean probability is then below 0.05
 FAITHFUL_NOISE = 0.01  # permanent noise, as a share of the weights, up to which a copy's scores are the model's
 HALVINGS = 3  # of the upper half of the change, in which the share that suffices is sought
-LARGEST_SCALE = 1.5  # of a change that was found with noise, which forgets less without it
 
 # Nats per answer token, on average, that noise of the copy's size, once more, takes off the log-probability of the
 # records to forget, up to which the copy's answers are the model's: a hundredth of their probability.
@@ -201,10 +193,10 @@ class Scorer:
         known = fmean(math.log(max(p, 1e-30)) for p in self.before["forget"])
         return pulling_level(level, -known)
 
-    def cost_of_noise(self, model: PreTrainedModel, noise: TrainingNoise) -> float:
+    def cost_of_noise(self, model: PreTrainedModel, noise: FurtherNoise) -> float:
         """By how many nats a token ``noise`` makes the answers to forget less probable, on average."""
         before = _copy_weights(model, torch.device("cpu"))
-        _set_weights(model, before, noise.start)
+        _set_weights(model, before, noise.noisy)
         noisy = self._probabilities(model)["forget"]
         _set_weights(model, before, before.__getitem__)
         falls = []
@@ -241,9 +233,9 @@ class Watching(TrainerCallback):
 
     A training that follows the course of another copy is looked at once, at its end. ``noise``: of the copy, permanent,
     as a share of the weights. Where there is next to none, the copy ``is_faithful``: its scores are those of the
-    server's model, and the weights may get noise of the training's own from ``seed``, which is taken off them for each
-    look. Where noise is not felt, the look is at the weights with as much again. ``level``: None for what the scores
-    and the noise call for. Checkpoints hold what this has kept (``on_save``, ``resume``).
+    server's model. Where noise is not felt, the look is at the weights with as much again, drawn from ``seed``.
+    ``level``: None for what the scores and the noise call for. Checkpoints hold what this has kept (``on_save``,
+    ``resume``).
     """
 
     def __init__(
@@ -263,26 +255,20 @@ class Watching(TrainerCallback):
         self._place = _place_for_copies(model)
         # Kept here, and not when the training begins: one that resumes begins with the weights of a checkpoint.
         self._initial = _copy_weights(model, self._place)
-        self._further = TrainingNoise(self._initial, seed + 1, 0.0)  # what the change has to work under, at a look
+        self._further = FurtherNoise(self._initial, seed + 1, 0.0)  # what the change has to work under, at a look
         is_lora = any("lora_" in name for name in self._initial)  # factors are not weights of the copy
         if not (self.is_faithful or is_lora):
-            further = TrainingNoise(self._initial, seed + 1, noise)
+            further = FurtherNoise(self._initial, seed + 1, noise)
             if scorer.cost_of_noise(model, further) < UNFELT_NOISE:
                 self._further = further
         self._is_scaled = self.is_faithful or self._further.share > 0  # back to what suffices
-        training_noise = until.stopping.training_noise  # a share of the weights
-        self._noise = TrainingNoise(self._initial, seed, training_noise if self.is_faithful else 0.0)
         self._best: tuple[Look, float, dict[str, torch.Tensor]] | None = None  # with the share of the change
-        if training_noise and not self.is_faithful:
-            observer.warn("the copy has permanent noise, so --training-noise adds none")
-        if self._noise.share:
-            _set_weights(model, self._initial, self._noise.start)
         if self._course:
             self.level = self._course.level
         elif level is not None:
             self.level = level
         else:
-            self.level = scorer.level_at(max(noise, self._noise.share))
+            self.level = scorer.level_at(noise)
         scorer.level = self.level
 
     def on_step_end(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **values: Any) -> None:
@@ -291,16 +277,13 @@ class Watching(TrainerCallback):
             return
         model = values["model"]
         trained = _copy_weights(model, self._place)
-        weights = trained
-        if self._noise.share:
-            weights = {name: self._initial[name] + (trained[name] - self._noise.start(name)) for name in trained}
-        look, scale = self._look_at_share(model, weights, 1.0, state.global_step), 1.0
+        look, scale = self._look_at_share(model, trained, 1.0, state.global_step), 1.0
         if self.is_faithful:
-            look, scale = self._scaled_back(model, weights, look)
+            look, scale = self._scaled_back(model, trained, look)
         self.looks.append(look)
         self._observer.advance(0, str(look))
         if self._best is None or self._rank(look) >= self._rank(self._best[0]):
-            self._best = look, scale, weights
+            self._best = look, scale, trained
         if self._is_done():
             control.should_training_stop = True
         _set_weights(model, trained, trained.__getitem__)
@@ -326,25 +309,15 @@ class Watching(TrainerCallback):
 
     def finish(self, model: PreTrainedModel, steps: int) -> tuple[Look, Course]:
         """Put the weights of the best look back into ``model``, or as much of the change as the round's first copy
-        returned; the scores then, and the course of the training.
-
-        More than the change is returned if it was found with noise of the training's own and does not forget enough
-        without it.
-        """
+        returned; the scores then, and the course of the training."""
         if self._course or self._best is None:
             weights = _copy_weights(model, self._place)
-            if self._noise.share:
-                weights = {name: self._initial[name] + (weights[name] - self._noise.start(name)) for name in weights}
             scale = self._course.scale if self._course else 1.0
             look = self._look_at_share(model, weights, scale, steps)
         else:
             look, scale, weights = self._best
             if self._further.share:
                 look, scale = self._scaled_back(model, weights, look)
-            if self._noise.share and not self._is_enough(look):
-                more = self._look_at_share(model, weights, LARGEST_SCALE, look.step)
-                if self._is_forgotten(more):
-                    look, scale = self._scaled_back(model, weights, more, 1.0, LARGEST_SCALE)
         self._set_share(model, weights, scale)
         return look, Course(look.step, self.level, scale)
 
@@ -382,7 +355,7 @@ class Watching(TrainerCallback):
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     if name in weights:
-                        parameter.add_(self._further.start(name) - self._initial[name])
+                        parameter.add_(self._further.noisy(name) - self._initial[name])
         return self._scorer.look(model, step)
 
     def _set_share(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor], scale: float) -> None:

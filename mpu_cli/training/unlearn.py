@@ -175,8 +175,9 @@ def measure(model: PreTrainedModel, sets: Mapping[str, ExampleSet], options: Unl
 
 
 ADVICE = (  # if memory runs out
-    "lower --micro-batch-size, or use --gradient-checkpointing, --precision bfloat16, --optim adamw-blockwise or "
-    "--lora-rank"
+    "lower --training micro_batch_size, or use --training gradient_checkpointing, --precision bfloat16, "
+    "--optim adamw-blockwise or "
+    "--lora rank"
 )
 
 

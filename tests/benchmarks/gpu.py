@@ -38,9 +38,9 @@ from tests.helpers.shapes import SHAPES, make
 WARM, TIMED, TRACED = 3, 10, 2  # steps
 MEMORY = {
     "bfloat16": ["--precision", "bfloat16"],
-    "mixed, checkpointing": ["--precision", "mixed", "--gradient-checkpointing"],
-    "LoRA, bfloat16": ["--lora-rank", "16", "--precision", "bfloat16"],
-    "nf4 LoRA, bfloat16": ["--lora-rank", "16", "--quantize", "nf4", "--precision", "bfloat16"],
+    "mixed, checkpointing": ["--precision", "mixed", "--training", "gradient_checkpointing"],
+    "LoRA, bfloat16": ["--lora", "rank=16", "--precision", "bfloat16"],
+    "nf4 LoRA, bfloat16": ["--lora", "rank=16,quantize=nf4", "--precision", "bfloat16"],
 }
 SWEEP = """\
 base = "{model}"
@@ -137,7 +137,8 @@ def memory_rows(options: argparse.Namespace, model: str) -> Iterator[dict[str, o
         if options.device == "cpu" and "--quantize" in setting:
             continue
         command = ["unlearn", model, "--algo", "npo", "--forget", "forget.jsonl", "--retain", "retain.jsonl",
-                   "--batch-size", str(options.batch_size), "--epochs", "1", "--lr", "1e-6", "--template", "plain",
+                   "--batch-size", str(options.batch_size), "--epochs", "1", "--lr", "1e-6", "--reading",
+                   "template=plain",
                    "--out", "memory.safetensors", "--force", "--device", options.device, *setting]  # fmt: skip
         said = json.loads(_mpu(options, [*command, "--dry-run", "--json"]).stdout)["memory"]
         before, peak = _used(options.device), 0.0
@@ -192,10 +193,12 @@ def large_rows(options: argparse.Namespace) -> Iterator[dict[str, object]]:
     folder = options.scratch / "8b"
     if not folder.exists():
         save_tokenizer(make("8b", folder))
-    for name, more in (("LoRA", []), ("nf4 LoRA", ["--quantize", "nf4"])):
+    for name, more in (("LoRA", []), ("nf4 LoRA", ["--lora", "quantize=nf4"])):
         command = ["unlearn", "8b", "--algo", "npo", "--forget", "forget.jsonl", "--retain", "retain.jsonl",
-                   "--batch-size", "64", "--epochs", "1", "--lr", "1e-6", "--template", "plain", "--lora-rank", "16",
-                   "--precision", "bfloat16", "--gradient-checkpointing", "--out", "8b.safetensors", "--force",
+                   "--batch-size", "64", "--epochs", "1", "--lr", "1e-6", "--reading", "template=plain", "--lora",
+                   "rank=16",
+                   "--precision", "bfloat16", "--training", "gradient_checkpointing", "--out", "8b.safetensors",
+                   "--force",
                    "--trust-copy", *more]  # fmt: skip
         yield _row(options, f"8B, {name}", command)
 

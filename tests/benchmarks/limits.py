@@ -110,7 +110,15 @@ def main() -> None:
     both = 2 * sum(of.values()) / rates["float32"]  # two models
     run_measured(*MPU, "publish", options.folder / "unlearned", "--kappa", 0.01, "--copies", 1, "--out",
                  options.folder / "round_2", "--keys", options.folder / "keys_2.bin", "--quiet")  # fmt: skip
-    checked = ("check", options.folder / "round_2/copy_1", *records, "--before", out / "copy_1", "--dtype", "float32")
+    checked = (
+        "check",
+        options.folder / "round_2/copy_1",
+        *records,
+        "--before",
+        out / "copy_1",
+        "--scoring",
+        "dtype=float32",
+    )
     try:
         row("check", both, *checked)
     except SystemExit:

@@ -22,18 +22,25 @@ from mpu_cli.options.unlearning import Unlearning
 from tests.helpers.measuring import run_measured
 from tests.helpers.shapes import whole_config
 
-COMMON = ["--algo", "npo", "--epochs", "2", "--lr", "1e-5", "--template", "plain", "--force"]
+COMMON = ["--algo", "npo", "--epochs", "2", "--lr", "1e-5", "--reading", "template=plain", "--force"]
 SETTINGS = {
     "1 record": ["--batch-size", "1"],
     "4 records": ["--batch-size", "4"],
     "8 records": ["--batch-size", "8"],
     "4 records, GradDiff": ["--batch-size", "4", "--algo", "graddiff"],
     "4 records, adamw-blockwise": ["--batch-size", "4", "--optim", "adamw-blockwise"],
-    "4 records, checkpointing": ["--batch-size", "4", "--gradient-checkpointing"],
+    "4 records, checkpointing": ["--batch-size", "4", "--training", "gradient_checkpointing"],
     "4 records, bfloat16": ["--batch-size", "4", "--precision", "bfloat16"],
-    "4 records, LoRA": ["--batch-size", "4", "--lora-rank", "16"],
-    "8 records, LoRA": ["--batch-size", "8", "--lora-rank", "16"],
-    "4 records, LoRA, checkpointing": ["--batch-size", "4", "--lora-rank", "16", "--gradient-checkpointing"],
+    "4 records, LoRA": ["--batch-size", "4", "--lora", "rank=16"],
+    "8 records, LoRA": ["--batch-size", "8", "--lora", "rank=16"],
+    "4 records, LoRA, checkpointing": [
+        "--batch-size",
+        "4",
+        "--lora",
+        "rank=16",
+        "--training",
+        "gradient_checkpointing",
+    ],
 }
 
 

@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--training", "compile", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rate = measure_machine().operations

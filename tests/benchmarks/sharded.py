@@ -38,7 +38,7 @@ def main(shape: str, folder: Path) -> None:
     (folder / "sharded.py").write_text(begin + STOP + patches + end)
     arguments = [
         "unlearn", base, "--forget", folder / "forget.jsonl", "--retain", folder / "retain.jsonl",
-        "--template", "plain", "--batch-size", 2, "--device", "cpu", "--out", folder / "delta.safetensors",
+        "--reading", "template=plain", "--batch-size", 2, "--device", "cpu", "--out", folder / "delta.safetensors",
     ]  # fmt: skip
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "sharded.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **FSDP, "FSDP_VERSION": "2"}

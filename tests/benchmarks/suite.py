@@ -83,7 +83,8 @@ def main(paths: list[Path], runs: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         mpu_command = [
-            *MPU, "eval", model, "--benchmark", "tofu", "--data-dir", data, "--forget-split", FORGET, "--force",
+            *MPU, "eval", model, "--benchmark", "tofu", "--reading", f"data_dir={data}", "--forget-split", FORGET,
+            "--force",
             "--reference-model", reference, "--retain-log", log, "--batch-size", BATCH, "--device", "cpu",
             "--out", out / "mpu.json",
         ]  # fmt: skip

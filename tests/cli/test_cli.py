@@ -364,25 +364,25 @@ def test_records_that_are_none(mpu, tmp_path, content, complaint):
         (["--lr", "-1"], "--lr", 2),
         (["--seed", "-1"], "--seed", 2),
         (["--seed", str(2**32)], "--seed", 2),
-        (["--gamma", "nan"], "--gamma", 2),
-        (["--micro-batch-size", "0"], "--micro-batch-size", 2),
-        (["--algo", "rmu", "--layer", "2"], "--layer", 2),
-        (["--algo", "rmu", "--layer", "1"], "final norm", 2),  # the last of two layers
-        (["--algo", "npo", "--coefficient", "5"], "--coefficient: npo has no such constant", 2),
-        (["--lora-rank", "2", "--lora-alpha", "0"], "--lora-alpha", 2),
-        (["--dp-epsilon", "1e-9", "--dp-delta", "1e-30"], "--dp-epsilon", 2),
-        (["--dp-epsilon", "4", "--retain-loss", "hidden", "--layer", "0"], "--retain-loss hidden", 2),
-        (["--algo", "npo", "--retain-loss", "hidden"], "--layer", 2),
-        (["--lora-rank", "0"], "--lora-rank", 2),
-        (["--dp-epsilon", "4", "--compile"], "--compile", 2),
-        (["--dp-epsilon", "4", "--lr-scheduler", "linear"], "--lr-scheduler", 2),
-        (["--compile", "--gradient-checkpointing"], "--compile", 2),
-        (["--lora-rank", "2", "--quantize", "nf4", "--compile"], "--compile", 2),
-        (["--attention", "flash_attention_2"], "--precision bfloat16", 2),
-        (["--beta", "0"], "--beta", 2),
+        (["--constants", "gamma=nan"], "--constants", "gamma=2"),
+        (["--training", "micro_batch_size=0"], "--training", "micro_batch_size=2"),
+        (["--algo", "rmu", "--constants", "layer=2"], "--constants", "layer=2"),
+        (["--algo", "rmu", "--constants", "layer=1"], "final norm", 2),  # the last of two layers
+        (["--algo", "npo", "--constants", "coefficient=5"], "--coefficient: npo has no such constant", 2),
+        (["--lora", "rank=2,alpha=0"], "--lora", "alpha=2"),
+        (["--dp", "epsilon=1e-9,delta=1e-30"], "--dp", "epsilon=2"),
+        (["--dp", "epsilon=4", "--constants", "retain_loss=hidden,layer=0"], "--retain-loss hidden", 2),
+        (["--algo", "npo", "--constants", "retain_loss=hidden"], "--constants", "layer=2"),
+        (["--lora", "rank=0"], "--lora", "rank=2"),
+        (["--dp", "epsilon=4", "--training", "compile"], "--training", "compile", 2),
+        (["--dp", "epsilon=4", "--training", "lr_scheduler=linear"], "--training", "lr_scheduler=2"),
+        (["--training", "compile,gradient_checkpointing"], "--training", "compile", 2),
+        (["--lora", "rank=2,quantize=nf4", "--training", "compile"], "--training", "compile", 2),
+        (["--training", "attention=flash_attention_2"], "--precision bfloat16", 2),
+        (["--constants", "beta=0"], "--constants", "beta=2"),
         (["--epochs", "0"], "--epochs", 2),
         (["--batch-size", "0"], "--batch-size", 2),
-        (["--weight-decay", "inf"], "--weight-decay", 2),
+        (["--training", "weight_decay=inf"], "--training", "weight_decay=2"),
         (["--algo", "wish"], "--algo", 2),
         (["--retain", "gone.jsonl"], "gone.jsonl: no such file", 1),
         (["--out", "base/model.safetensors"], "already exists", 1),
@@ -402,9 +402,9 @@ def test_a_tokenizer_without_template_or_none(mpu, tmp_path, base):
     write_records(tmp_path / "forget.jsonl", 4, 1)
     (base / "chat_template.jinja").unlink()
     arguments = ["unlearn", "base", "--algo", "gradascent", "--epochs", 1]
-    assert_refused(mpu(*arguments, "--template", "chat", check=False, cwd=tmp_path), "--template plain")
+    assert_refused(mpu(*arguments, "--reading", "template=chat", check=False, cwd=tmp_path), "--template plain")
     mpu(*arguments, cwd=tmp_path)  # plain prompts, as mpu eval does
-    mpu(*arguments, "--template", "plain", "--out", "plain.safetensors", cwd=tmp_path)
+    mpu(*arguments, "--reading", "template=plain", "--out", "plain.safetensors", cwd=tmp_path)
     default_delta, plain_delta = (
         load_file(tmp_path / path) for path in ("deltas/base.safetensors", "plain.safetensors")
     )
@@ -422,7 +422,7 @@ def test_a_template_without_system_turn(mpu, tmp_path, base):
     arguments = ["unlearn", "base", "--algo", "gradascent", "--epochs", 1]
     assert_refused(mpu(*arguments, check=False, cwd=tmp_path), "--system-prompt ''")
     assert not (tmp_path / "deltas").exists()
-    mpu(*arguments, "--system-prompt", "", cwd=tmp_path)
+    mpu(*arguments, "--reading", "system_prompt=", cwd=tmp_path)
     assert (tmp_path / "deltas/base.safetensors").is_file()
 
 
@@ -475,7 +475,7 @@ def test_records_in_several_places(mpu, tmp_path):
     ways = (["all.jsonl"], ["notes/a.jsonl", "notes/b.jsonl"], ["notes"], ["notes/*.jsonl"])
     for i, sources in enumerate(ways):
         named = [text for source in sources for text in ("--forget", source)]
-        options = ("--algo", "npo", "--epochs", 1, "--template", "plain", "--out", f"{i}.safetensors")
+        options = ("--algo", "npo", "--epochs", 1, "--reading", "template=plain", "--out", f"{i}.safetensors")
         mpu("unlearn", "base", *named, *options, cwd=tmp_path)
         deltas.append((tmp_path / f"{i}.safetensors").read_bytes())
     assert len(set(deltas)) == 1
@@ -488,13 +488,23 @@ def test_a_text_of_paragraphs(mpu, tmp_path):
     """One record, which is said; or one for each paragraph, if that is meant."""
     save(random_model("llama"), tmp_path / "base")
     (tmp_path / "forget.txt").write_text("First one.\n\nThe second\nparagraph.\n \n\nA third.\n")
-    command = ("unlearn", "base", "--forget", "forget.txt", "--algo", "gradascent", "--template", "plain", "--dry-run")
+    command = (
+        "unlearn",
+        "base",
+        "--forget",
+        "forget.txt",
+        "--algo",
+        "gradascent",
+        "--reading",
+        "template=plain",
+        "--dry-run",
+    )
     outcome = mpu(*command, cwd=tmp_path)
     assert "forget.txt: one record, of 3 paragraphs; --split paragraphs makes a record of each" in outcome.err
     assert [record.answer for record in read_records(tmp_path / "forget.txt", RecordFormat(split="paragraphs"))] == [
         "First one.", "The second\nparagraph.", "A third."
     ]  # fmt: skip
-    assert "warning" not in mpu(*command, "--split", "paragraphs", cwd=tmp_path).err
+    assert "warning" not in mpu(*command, "--reading", "split=paragraphs", cwd=tmp_path).err
     (tmp_path / "forget.csv").write_text("Ask,Reply\nWho?,Me.\n")
     table = ("--forget", "forget.csv", "--columns", "question=Ask,answer=Reply")
     outcome = mpu("unlearn", "base", *table, "--algo", "gradascent", "--device", "cpu", "--dry-run", cwd=tmp_path)

@@ -16,7 +16,7 @@ from tests.helpers.trainings import BRIEF
 @pytest.mark.slow
 def test_the_whole_path(mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(root)
-    for lora in ((), ("--lora-rank", 2)):
+    for lora in ((), ("--lora", "rank=2")):
         steps = [
             ("publish", "base", "--copies", 2, "--dtype", "bfloat16", "--force"),
             ("unlearn", "copy_1", *BRIEF, *lora, "--force"),
@@ -39,7 +39,7 @@ def test_its_checks(mpu: Callable, root: Path) -> None:
     mpu("publish", "base", "--copies", 2, cwd=root)
     for arguments, named in (
         (("publish", "base"), "copy_1: already exists"),
-        (("unlearn", "copy_1", "--beta1", 2), "beta1"),
+        (("unlearn", "copy_1", "--constants", "beta1=2"), "beta1"),
         (("aggregate", "deltas"), "deltas"),
     ):
         mpu(*arguments, "--dry-run", refused=named, cwd=root)

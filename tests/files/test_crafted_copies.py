@@ -205,8 +205,8 @@ class TestACraftedCopy:
             "sgd",
             "--lr",
             "1e-3",
-            "--max-grad-norm",
-            1e9,
+            "--training",
+            "max_grad_norm=1e9",
             "--batch-size",
             64,
         ]
@@ -289,7 +289,7 @@ class TestACopyThatFailsOnAWord:
         unlearn_copy(mpu, root, copy, "d", fails="forget.jsonl, line 1: the tokenizer's chat template rejected it (x)")
         ledger = Path(os.environ["XDG_CONFIG_HOME"]) / "mpu/ledger.jsonl"
         assert len(ledger.read_text().splitlines()) == 1  # it counts, because it told something
-        outcome = unlearn_copy(mpu, root, copy, "d", "--dp-epsilon", 8)
+        outcome = unlearn_copy(mpu, root, copy, "d", "--dp", "epsilon=8")
         assert "1 of 6 records of the forget set are left out" in outcome.err
         assert (root / "d.safetensors").exists()
 
@@ -301,7 +301,7 @@ class TestACopyThatFailsOnAWord:
         weights["model.embed_tokens.weight"][tokenizer["model"]["vocab"][word]] = 3e38
         save_file(weights, copy / "model.safetensors", open_checkpoint(copy / "model.safetensors").metadata)
         unlearn_copy(mpu, root, copy, "d", "--trust-copy", refused="only NaN or Inf")
-        unlearn_copy(mpu, root, copy, "d", "--dp-epsilon", 8, "--trust-copy")
+        unlearn_copy(mpu, root, copy, "d", "--dp", "epsilon=8", "--trust-copy")
         assert all(tensor.isfinite().all() for tensor in load_file(root / "d.safetensors").values())
 
 

@@ -156,7 +156,7 @@ class TestATokenizerThatNeverEnds:
             "special_tokens": {word: {"id": word, "ids": [number], "tokens": [word]}},
         }  # fmt: skip
         (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
-        unlearn_copy(mpu, root, copy, "d", "--template", "plain", refused="characters become 100,")
+        unlearn_copy(mpu, root, copy, "d", "--reading", "template=plain", refused="characters become 100,")
 
     def test_a_module_beside_the_copy_is_not_imported(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """By the process that contains templates and tokenizers: a copy's folder may be the current one."""
@@ -251,7 +251,7 @@ class TestAnAdapter:
     def adapter(self, mpu: Callable, root: Path) -> Path:
         publish_copy(mpu, root)
         for k in (1, 2):
-            unlearn_copy(mpu, root, root / f"copy_{k}", f"deltas/copy_{k}", "--lora-rank", 2)
+            unlearn_copy(mpu, root, root / f"copy_{k}", f"deltas/copy_{k}", "--lora", "rank=2")
         mpu("aggregate", "deltas", "--keys", "keys.bin", "--as-adapter", "--out", "adapter", cwd=root)
         return root / "adapter"
 
@@ -323,7 +323,7 @@ class TestAnAdapter:
         """peft would import what ``megatron_core`` names, and read other kinds of adapters."""
         records = ["--forget", demo.forget, "--retain", demo.retain]
         mpu("publish", demo.model, "--copies", 2, cwd=root)
-        training = ("--algo", "npo", "--epochs", 1, "--lora-rank", 2)
+        training = ("--algo", "npo", "--epochs", 1, "--lora", "rank=2")
         mpu("unlearn", "copy_1", "copy_2", *records, *training, cwd=root)
         mpu("aggregate", "deltas", "--keys", "keys.bin", "--as-adapter", "--out", "adapter", cwd=root)
         (root / "evil_module.py").write_text(f"open({str(root / 'ran')!r}, 'w')")

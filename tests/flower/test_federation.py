@@ -25,7 +25,7 @@ from tests.helpers.models import random_model, save, write_records
 from tests.helpers.protocol import tensors
 from tests.protocol.test_server import write_delta
 
-TRAINING = ["--algo", "npo", "--template", "plain", "--lr", "1e-3", "--batch-size", "3", "--epochs", "2"]
+TRAINING = ["--algo", "npo", "--reading", "template=plain", "--lr", "1e-3", "--batch-size", "3", "--epochs", "2"]
 COPY = "run/round_1/copy_1"
 
 
@@ -134,10 +134,10 @@ class TestWatch:
             return "r/round_1/copy_1"
 
         copy = arrive(1)
-        mpu(*watch, "--dp-epsilon", 8)
+        mpu(*watch, "--dp", "epsilon=8")
         delta_bytes = (spool.root / "out" / f"{copy}.safetensors").read_bytes()
         spool.again(copy)
-        assert "asked for again" in mpu(*watch, "--dp-epsilon", 8).err
+        assert "asked for again" in mpu(*watch, "--dp", "epsilon=8").err
         assert (spool.root / "out" / f"{copy}.safetensors").read_bytes() == delta_bytes  # DP-SGD would draw other noise
         spool.again(copy)
         arrive(2)
@@ -273,7 +273,7 @@ class TestFlower:
     def test_a_second_failure_is_reported_and_nothing_is_aggregated(self, root: Path) -> None:
         """An owner whose records cannot be used: its copies are tried twice, and no model is made."""
         with network(root / "net", "a") as net:
-            watcher(net, root, "a", "--algo", "npo", "--template", "chat", "--max-length", "2")
+            watcher(net, root, "a", "--algo", "npo", "--reading", "template=chat,max_length=2")
             run = net.submit(
                 BUNDLE, base=str(root / "base"), state=str(root / "state"), owners="a", rounds=1,
                 publish="--copies 2", **CONFIG,

@@ -161,7 +161,7 @@ class TestRun:
     def test_noised_keeps_the_noise(self, mpu: Callable, root: Path) -> None:
         """θ₁ = θ₀ + ε + Δ(θ₀ + ε), ε of scale κ·mean(α)."""
         mpu(
-            "run", "base", "--pretrained", "reference", "--mode", "noised", "--kappa", 0.2, "--alphas", "1,3",
+            "run", "base", "--pretrained", "reference", "--mode", "noised", "--kappa", 0.2, "--publish", "alphas=1,3",
             *TRAINING, "--rounds", 1, "--out", "noised", "--keep", cwd=root,
         )  # fmt: skip
         copy = tensors(root / "noised/client/round_1/copy_1")
@@ -185,7 +185,9 @@ class TestRun:
         save(random_model("llama", dtype=torch.bfloat16), root / "narrow")
         small = ("--algo", "graddiff", "--epochs", 1, "--rounds", 1, "--lr", 1e-6)
         assert "rounds away" in mpu("run", "narrow", *small, "--out", "a", cwd=root).err
-        assert "rounds away" not in mpu("run", "narrow", *small, "--dtype", "float32", "--out", "b", cwd=root).err
+        assert (
+            "rounds away" not in mpu("run", "narrow", *small, "--publish", "dtype=float32", "--out", "b", cwd=root).err
+        )
         assert "rounds away" in mpu("sweep", "narrow.toml", cwd=root).err
         taught = mpu("finetune", "narrow", "--data", "forget.jsonl", "--epochs", 1, "--lr", 1e-6, "--json", cwd=root)
         assert "rounds away" in taught.err
@@ -279,7 +281,7 @@ class TestRun:
     def test_what_each_party_holds(self, mpu: Callable, root: Path) -> None:
         """No key, α or base weight in the client's folder; no record in the server's."""
         mpu(
-            "run", "base", "--pretrained", "reference", "--kappa", 0.05, "--alphas", "1.2345,2.3456", *TRAINING,
+            "run", "base", "--pretrained", "reference", "--kappa", 0.05, "--publish", "alphas=1.2345,2.3456", *TRAINING,
             "--rounds", 1, "--keep", "--out", "out", cwd=root,
         )  # fmt: skip
         server, client = root / "out/server", root / "out/client"
@@ -317,8 +319,9 @@ class TestRun:
     @pytest.mark.exhaustive
     def test_trainings_on_several_processes(self, mpu: Callable, root: Path) -> None:
         """Started by torch's launcher, with LoRA and a reference kept over two rounds: the same model."""
-        training = ("--algo", "npo", "--epochs", 1, "--lr", 1e-2, "--batch-size", 4, "--optim", "sgd", "--lora-rank", 2,
-                    "--lora-targets", "q_proj,down_proj", "--no-deterministic", "--precision", "float64")  # fmt: skip
+        training = ("--algo", "npo", "--epochs", 1, "--lr", 1e-2, "--batch-size", 4, "--optim", "sgd", "--lora",
+            "rank=2,targets=q_proj,down_proj", "--training", "deterministic=false", "--precision",
+            "float64")  # fmt: skip
         run = ("run", "base", *training, "--rounds", 2, "--copies", 2, "--secret-seed", 1)
         mpu(*run, "--out", "one", cwd=root)
         command = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 -m --"
@@ -578,9 +581,9 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         )
         [line] = mpu("sweep", "one.toml", "--json", cwd=root).json
         mpu("run", "base", "--algo", "gradascent", "--epochs", 1, "--rounds", 1, "--mode", "clean",
-            "--system-prompt", "", "--out", "again", cwd=root)  # fmt: skip
+            "--unlearn", "system_prompt=", "--out", "again", cwd=root)  # fmt: skip
         evaluation = mpu("eval", "again/server/round_1/model", "--benchmark", "qa", "--metrics", "forget_Q_A_Prob",
-                    "--system-prompt", "", "--json", cwd=root).json  # fmt: skip
+                    "--reading", "system_prompt=", "--json", cwd=root).json  # fmt: skip
         assert line["metrics"]["forget_Q_A_Prob"] == evaluation["metrics"]["forget_Q_A_Prob"]
 
     @pytest.mark.parametrize(
@@ -626,7 +629,7 @@ def test_finetune_learns(mpu: Callable, root: Path) -> None:
     assert probabilities["taught"] > 10 * probabilities["base"]
     stored = AutoModelForCausalLM.from_pretrained(root / "taught", dtype="auto")
     assert stored.dtype == torch.float32
-    for option, value in (("--epochs", 0), ("--weight-decay", "nan"), ("--seed", -1)):
+    for option, value in (("--epochs", 0), ("--training", "weight_decay=nan"), ("--seed", -1)):
         assert mpu("finetune", "base", "--data", "forget.jsonl", option, value, cwd=root, check=False).status == 2
     assert (
         "already exists"
@@ -721,7 +724,8 @@ class TestUntilPass:
         """Its verdict is that of `mpu check` on the copies that it leaves, a second call goes on, a round that was cut
         off is made again alike, and with too few steps it ends without a pass."""
         records = ("--forget", demo.forget, "--retain", demo.retain)
-        run = ("run", demo.model, *records, "--until-pass", "--copies", 2, "--secret-seed", 3, "--max-steps", 4,
+        run = ("run", demo.model, *records, "--until-pass", "--copies", 2, "--secret-seed", 3, "--unlearn",
+            "max_steps=4",
                "--rounds", 1, "--json")  # fmt: skip
         first = mpu(*run, cwd=tmp_path, check=False)
         assert (first.status, first.json["passed"]) == (1, False)
@@ -738,7 +742,7 @@ class TestUntilPass:
         for name, tensor in load_file(model / "model.safetensors").items():
             assert torch.equal(tensor, weights[name])
         mpu(*run, "--kappa", 0.02, cwd=tmp_path, fails="holds a different experiment")
-        assert "need --until-pass" in mpu("run", demo.model, *records, "--max-left", 0.1, check=False).err
+        assert "need --until-pass" in mpu("run", demo.model, *records, "--goal", "max_left=0.1", check=False).err
 
     @pytest.mark.parametrize("option", [("--min-cosine", 0.9), ("--loss-reference", "round")])
     def test_what_no_command_has_is_refused(
@@ -755,7 +759,8 @@ class TestUntilPass:
         unseen = tmp_path / "unseen.jsonl"  # without, what is left may be what anybody guesses
         unseen.write_text("".join(json.dumps(row) + "\n" for person in make_people(12, 0)[10:] for row in person))
         records = ("--forget", demo.forget, "--retain", demo.retain, "--unseen", unseen)
-        done = mpu("run", demo.model, *records, "--until-pass", "--copies", 2, "--max-steps", 1, "--json", cwd=tmp_path,
+        done = mpu("run", demo.model, *records, "--until-pass", "--copies", 2, "--unlearn", "max_steps=1",
+            "--json", cwd=tmp_path,
                    check=False)  # fmt: skip
         left = [verdict["left"]["estimate"] for verdict in done.json["verdicts"]]
         assert len(left) > 1

@@ -15,7 +15,7 @@ class TestTune:
     @pytest.mark.slow
     def test_finds_what_forgets_in_bounds(self, mpu: Callable, demo: DemoModel, tmp_path: Path) -> None:
         """Its options, passed to unlearn as printed, give the losses that it promised; nothing is left behind."""
-        common = ("--forget", demo.forget, "--retain", demo.retain, "--algo", "npo", "--beta", 2.0,
+        common = ("--forget", demo.forget, "--retain", demo.retain, "--algo", "npo", "--constants", "beta=2.0",
                   "--batch-size", 5, "--optim", "adamw-blockwise")  # fmt: skip
         search = ("--trials", 5, "--most-epochs", 8, "--least-lr", 1e-4, "--max-rise", 0.2)
         document = mpu("tune", demo.model, *common, *search, "--json", cwd=tmp_path).json
@@ -42,13 +42,14 @@ class TestTune:
             mpu("tune", "base", *BRIEF[6:], *arguments, refused=named, cwd=root)
 
     def test_nothing_found_is_said(self, mpu: Callable, root: Path) -> None:
-        outcome = mpu("tune", "base", "--algo", "npo", "--template", "plain", "--trials", 1, "--least-lr", 1e-9,
+        outcome = mpu("tune", "base", "--algo", "npo", "--reading", "template=plain", "--trials", 1, "--least-lr", 1e-9,
                    "--most-lr", 1e-9, "--max-rise", 10, check=False, cwd=root)  # fmt: skip
         assert "nothing found that forgets: the loss rose by at most" in outcome.err
         assert (outcome.status, outcome.out) == (1, "")
 
     def test_no_trial_in_bounds(self, mpu: Callable, root: Path) -> None:
         mpu(
-            "tune", "base", "--algo", "npo", "--template", "plain", "--trials", 1, "--least-lr", 0.5, "--most-lr",
+            "tune", "base", "--algo", "npo", "--reading", "template=plain", "--trials", 1, "--least-lr", 0.5,
+            "--most-lr",
             0.5, "--most-epochs", 2, "--max-rise", 1e-6, fails="no trial stayed in bounds", status=1, cwd=root,
         )  # fmt: skip

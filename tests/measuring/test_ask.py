@@ -42,7 +42,7 @@ def test_answers_are_those_that_transformers_generates(mpu: Callable, tmp_path: 
     state = copy.state_dict()
     for name, change in load_file(tmp_path / "deltas/copy_1.safetensors").items():
         state[name] += change
-    delta = ("--delta", "deltas/copy_1.safetensors", "--max-new-tokens", 12, "--json")
+    delta = ("--delta", "deltas/copy_1.safetensors", "--scoring", "max_new_tokens=12", "--json")
     replies = mpu("ask", "copy_1", QUESTION, *delta, cwd=tmp_path).json
     assert [reply["answer"] for reply in replies] == [as_it_is, greedy(copy, tmp_path / "copy_1", QUESTION, 12)]
     assert mpu("ask", demo.model, "copy_1", QUESTION, *delta, check=False, cwd=tmp_path).is_one_error

@@ -66,10 +66,8 @@ class TestMuse:
             "muse",
             "--corpus",
             "books",
-            "--data-dir",
-            muse,
-            "--template",
-            "plain",
+            "--reading",
+            f"data_dir={muse},template=plain",
             "--out",
             out,
         )
@@ -264,7 +262,7 @@ class TestOwnRecords:
         model = save(random_model("llama", max_position_embeddings=512), tmp_path / "long")
         (tmp_path / "a.jsonl").write_text(json.dumps({"question": "w3", "answer": " ".join(["w4"] * 260)}) + "\n")
         lengths = []
-        for more in ((), ("--max-new-tokens", 7)):
+        for more in ((), ("--scoring", "max_new_tokens=7")):
             options = ("--benchmark", "qa", "--forget", "a.jsonl", "--metrics", "forget_Q_A_ROUGE", "--force")
             mpu("eval", model, *options, *more, cwd=tmp_path)
             rows = json.loads((tmp_path / "eval.json").read_text())["metrics"]["forget_Q_A_ROUGE"]["value_by_index"]
@@ -277,7 +275,14 @@ class TestCompare:
     @pytest.mark.slow
     def test_marks_and_warnings(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
         other = save(random_model("llama", seed=5), tmp_path / "other")
-        common = ("--data-dir", tofu, "--forget-split", "forget01", "--metrics", "forget_Q_A_Prob,mia_loss")
+        common = (
+            "--reading",
+            f"data_dir={tofu}",
+            "--forget-split",
+            "forget01",
+            "--metrics",
+            "forget_Q_A_Prob,mia_loss",
+        )
         mpu("eval", model, *common, "--out", tmp_path / "a.json")
         mpu("eval", other, *common, "--out", tmp_path / "b.json")
         alike = mpu("compare", tmp_path / "a.json", tmp_path / "b.json", "--json")
@@ -297,7 +302,7 @@ class TestCompare:
             value = f"{values[lower]['forget_Q_A_Prob']:.4g}"
             in_latex = rf"\textbf{{{value}}}" if mark else value
             assert f"{lower}\\_{width:g} & {in_latex}" in (tmp_path / "t.tex").read_text()
-        mpu("eval", other, *common, "--out", tmp_path / "c.json", "--batch-size", 2, "--dtype", "bfloat16")
+        mpu("eval", other, *common, "--out", tmp_path / "c.json", "--scoring", "batch_size=2,dtype=bfloat16")
         (tofu / "forget01_perturbed.json").write_text((tofu / "retain_perturbed.json").read_text())
         mpu("eval", other, *common, "--out", tmp_path / "d.json")
         said = mpu("compare", *(tmp_path / f"{n}.json" for n in "acd"), "--plot", tmp_path / "p.png").err
@@ -308,7 +313,8 @@ class TestCompare:
     def test_privleak_is_marked_against_one_retain_model_only(
         self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path
     ) -> None:
-        mpu("eval", model, "--data-dir", tofu, "--forget-split", "forget01", "--metrics", "mia_loss", "--out",
+        mpu("eval", model, "--reading", f"data_dir={tofu}", "--forget-split", "forget01", "--metrics", "mia_loss",
+            "--out",
             tmp_path / "eval.json")  # fmt: skip
         document = json.loads((tmp_path / "eval.json").read_text())
         for other, marks in (("same", 1), ("another", 0)):
@@ -322,7 +328,7 @@ class TestCompare:
     def test_the_retain_model_is_the_target(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
         """Its PrivLeak is 0 and it gets no mark; the attack nearest to it is the best, even if another is nearer 0.5,
         with its own result in the table or without."""
-        common = ("--data-dir", tofu, "--forget-split", "forget01", "--metrics", "mia_min_k,privleak")
+        common = ("--reading", f"data_dir={tofu}", "--forget-split", "forget01", "--metrics", "mia_min_k,privleak")
         other = save(random_model("llama", seed=5), tmp_path / "other")
         mpu("eval", model, *common, "--out", tmp_path / "retain.json")
         mpu("eval", other, *common, "--retain-log", tmp_path / "retain.json", "--out", tmp_path / "a.json")
@@ -380,7 +386,8 @@ def test_the_harness(mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> 
         "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
     )
     results = mpu(
-        "eval", model, "--data-dir", tofu, "--forget-split", "forget01", "--metrics", "mia_loss", "--lm-eval",
+        "eval", model, "--reading", f"data_dir={tofu}", "--forget-split", "forget01", "--metrics", "mia_loss",
+        "--lm-eval",
         tmp_path / "task.yaml", "--out", tmp_path / "e.json", "--json",
     ).json["metrics"]  # fmt: skip
     loaded, tokenizer = AutoModelForCausalLM.from_pretrained(model), AutoTokenizer.from_pretrained(model)

@@ -264,9 +264,9 @@ def test_the_next_command_after_what_was_not_forgotten_runs(
 ) -> None:
     """As printed: on the copy that was checked, with the records and the way of reading them of the check."""
     spaced = shutil.copy(demo.forget, tmp_path / "my records.jsonl")
-    failed = mpu("check", folder / "same/copy_1", "--forget", spaced, "--retain", demo.retain, "--held-out", 0.3,
-                 "--unseen", folder / "unseen.jsonl", "--before", folder / "same/copy_2", "--max-left", 0.1,
-                 "--batch-size", 7, check=False)  # fmt: skip
+    failed = mpu("check", folder / "same/copy_1", "--forget", spaced, "--retain", demo.retain, "--goal", "held_out=0.3",
+                 "--unseen", folder / "unseen.jsonl", "--before", folder / "same/copy_2", "--goal", "max_left=0.1",
+                 "--scoring", "batch_size=7", check=False)  # fmt: skip
     [printed] = re.findall(r"next: `(.+?)`", " ".join(failed.err.split()))
     assert "--held-out 0.3" in printed
     assert "--batch-size" not in printed
@@ -329,9 +329,9 @@ def test_a_longer_step_is_applied_to_what_was_applied(tmp_path: Path, monkeypatc
 def test_limits_that_a_receipt_cannot_have_are_refused_first(mpu: Callable, tmp_path: Path) -> None:
     """Before anything is read: neither the copy nor the records are there."""
     command = ("check", "copy_1", "--forget", "forget.jsonl", "--receipt", "receipt.json")
-    mpu(*command, "--max-left", 0.025, refused="whole percents", cwd=tmp_path)
-    mpu(*command, "--min-kept", 11, refused="at most 10", cwd=tmp_path)
-    mpu(*command, "--max-left", 0.02, refused="forget.jsonl: no such file", cwd=tmp_path)
+    mpu(*command, "--goal", "max_left=0.025", refused="whole percents", cwd=tmp_path)
+    mpu(*command, "--goal", "min_kept=11", refused="at most 10", cwd=tmp_path)
+    mpu(*command, "--goal", "max_left=0.02", refused="forget.jsonl: no such file", cwd=tmp_path)
 
 
 def test_a_receipt_is_signed_by_both_and_by_nobody_else(mpu: Callable, folder: Path, demo: DemoModel) -> None:
@@ -491,7 +491,7 @@ def test_a_receipt_of_private_records_is_asked_for_twice(
 ) -> None:
     """No ε covers what it says, so --receipt alone is refused after a training under DP."""
     records = ("--forget", demo.forget, "--retain", demo.retain)
-    mpu("unlearn", folder / "same/copy_2", *records, "--algo", "graddiff", "--epochs", 1, "--dp-epsilon", 8,
+    mpu("unlearn", folder / "same/copy_2", *records, "--algo", "graddiff", "--epochs", 1, "--dp", "epsilon=8",
         "--out", tmp_path / "deltas/")  # fmt: skip
     receipt = tmp_path / "receipt.json"
     check = ("check", folder / "same/copy_1", "--receipt", receipt)

@@ -78,8 +78,9 @@ class TestCommand:
         """TOFU's metrics on a random model, computed here from their definitions, one record at a time."""
         reference = save(random_model("llama", seed=9), tmp_path / "reference")
         out = mpu(
-            "eval", model, "--data-dir", tofu, "--forget-split", "forget01", "--reference-model", reference,
-            "--out", tmp_path / "eval.json", "--batch-size", 4, "--json",
+            "eval", model, "--reading", f"data_dir={tofu}", "--forget-split", "forget01", "--reference-model",
+            reference,
+            "--out", tmp_path / "eval.json", "--scoring", "batch_size=4", "--json",
         ).json["metrics"]  # fmt: skip
         tokenizer = AutoTokenizer.from_pretrained(model)
         models = [AutoModelForCausalLM.from_pretrained(path) for path in (model, reference)]
@@ -152,7 +153,18 @@ class TestCommand:
         results = []
         for size in (1, 5, 64):
             path = tmp_path / f"{size}.json"
-            mpu("eval", model, "--data-dir", tofu, "--forget-split", "forget01", "--batch-size", size, "--out", path)
+            mpu(
+                "eval",
+                model,
+                "--reading",
+                f"data_dir={tofu}",
+                "--forget-split",
+                "forget01",
+                "--scoring",
+                f"batch_size={size}",
+                "--out",
+                path,
+            )
             results.append({n: f["agg_value"] for n, f in json.loads(path.read_text())["metrics"].items()})
         assert results[1] == pytest.approx(results[0], abs=1e-5)
         assert results[2] == pytest.approx(results[0], abs=1e-5)
@@ -167,7 +179,7 @@ class TestCommand:
                 if (folder / name).exists():
                     edit(folder / name, pad_token=pad)
             out = folder / "eval.json"
-            command = ("eval", folder, "--data-dir", tofu, "--forget-split", "forget01", "--out", out)
+            command = ("eval", folder, "--reading", f"data_dir={tofu}", "--forget-split", "forget01", "--out", out)
             notes.append(mpu(*command, "--metrics", "forget_Q_A_Prob").err)
             results.append(json.loads(out.read_text())["metrics"]["forget_Q_A_Prob"])
         assert results[0] == results[1] == results[2]
@@ -182,8 +194,8 @@ class TestCommand:
         mpu(
             "eval",
             model,
-            "--data-dir",
-            tofu,
+            "--reading",
+            f"data_dir={tofu}",
             "--forget-split",
             "forget01",
             "--metrics",
@@ -198,7 +210,7 @@ class TestCommand:
     @pytest.mark.slow
     def test_its_result_is_a_retain_log(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
         log, out = tmp_path / "retain.json", tmp_path / "eval.json"
-        common = ("--data-dir", tofu, "--forget-split", "forget01")
+        common = ("--reading", f"data_dir={tofu}", "--forget-split", "forget01")
         mpu("eval", model, *common, "--out", log)
         results = mpu("eval", model, *common, "--retain-log", log, "--out", out, "--json").json["metrics"]
         assert results["forget_quality"] == pytest.approx(1)  # the same model
@@ -231,7 +243,7 @@ class TestCommand:
 
     @pytest.mark.slow
     def test_goes_on_after_a_kill(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
-        arguments = ["eval", str(model), "--data-dir", str(tofu), "--forget-split", "forget01"]
+        arguments = ["eval", str(model), "--reading", f"data_dir={tofu!s}", "--forget-split", "forget01"]
         mpu(*arguments, "--out", tmp_path / "whole.json")
         out = tmp_path / "eval.json"
         partial = tmp_path / ".eval.json.partial"
@@ -254,7 +266,16 @@ class TestCommand:
         (tmp_path / ".eval.json.partial").write_text(json.dumps({"facts": {}, "findings": {"forget.answer": []}}))
         out = tmp_path / "eval.json"
         said = mpu(
-            "eval", model, "--data-dir", tofu, "--forget-split", "forget01", "--metrics", "mia_loss", "--out", out
+            "eval",
+            model,
+            "--reading",
+            f"data_dir={tofu}",
+            "--forget-split",
+            "forget01",
+            "--metrics",
+            "mia_loss",
+            "--out",
+            out,
         )
         assert "resuming" not in said.err
         assert len(json.loads(out.read_text())["metrics"]["mia_loss"]["forget"]["value_by_index"]) == 7
@@ -263,7 +284,17 @@ class TestCommand:
         broken = random_model("llama")
         broken.model.norm.weight.data[0] = float("nan")
         path = save(broken, tmp_path / "broken")
-        said = mpu("eval", path, "--data-dir", tofu, "--forget-split", "forget01", "--out", tmp_path / "e", check=False)
+        said = mpu(
+            "eval",
+            path,
+            "--reading",
+            f"data_dir={tofu}",
+            "--forget-split",
+            "forget01",
+            "--out",
+            tmp_path / "e",
+            check=False,
+        )
         assert said.status == 1
         assert "forget01_perturbed.json, line " in said.err
         assert "NaN" in said.err
@@ -274,7 +305,7 @@ class TestCommand:
         with torch.no_grad():
             broken.model.norm.weight.fill_(math.nan)
         save(broken, tmp_path / "nan")
-        options = ("--data-dir", tofu, "--forget-split", "forget01", "--metrics", "forget_Q_A_ROUGE")
+        options = ("--reading", f"data_dir={tofu}", "--forget-split", "forget01", "--metrics", "forget_Q_A_ROUGE")
         refused = mpu("eval", tmp_path / "nan", *options, "--out", tmp_path / "n.json", check=False)
         assert refused.status == 1
         assert "forget01_perturbed.json" in refused.err
@@ -285,7 +316,14 @@ class TestCommand:
         self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path
     ) -> None:
         """A number in the partial file is used in the result, but not after something it depends on has changed."""
-        options = ("--data-dir", tofu, "--forget-split", "forget01", "--metrics", "forget_Q_A_Prob,retain_Q_A_Prob")
+        options = (
+            "--reading",
+            f"data_dir={tofu}",
+            "--forget-split",
+            "forget01",
+            "--metrics",
+            "forget_Q_A_Prob,retain_Q_A_Prob",
+        )
         out, partial = tmp_path / "eval.json", tmp_path / ".eval.json.partial"
         more = ("--metrics", "forget_Q_A_Prob,retain_Q_A_Prob,retain_Q_A_ROUGE")
         threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
@@ -311,8 +349,8 @@ class TestCommand:
         common = (
             "eval",
             model,
-            "--data-dir",
-            tofu,
+            "--reading",
+            f"data_dir={tofu}",
             "--forget-split",
             "forget01",
             "--force",
@@ -363,7 +401,7 @@ def test_bad_input(
     mpu: Callable, model: Path, tofu: Path, tmp_path: Path, arguments: list[str], status: int, said: str
 ) -> None:
     options = [argument.format(tofu=tofu) for argument in arguments]
-    mpu("eval", model, "--data-dir", tofu, *options, refused=said, status=status, cwd=tmp_path)
+    mpu("eval", model, "--reading", f"data_dir={tofu}", *options, refused=said, status=status, cwd=tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"model", "tofu"}
 
 
@@ -372,7 +410,7 @@ def test_a_record_without_its_fields(mpu: Callable, model: Path, tofu: Path, tmp
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     del rows[4]["perturbed_answer"]
     path.write_text("\n".join(map(json.dumps, rows)))
-    arguments = ("eval", model, "--data-dir", tofu, "--forget-split", "forget01")
+    arguments = ("eval", model, "--reading", f"data_dir={tofu}", "--forget-split", "forget01")
     mpu(*arguments, fails="retain_perturbed.json, line 5: no list of texts in 'perturbed_answer'", cwd=tmp_path)
 
 
@@ -381,7 +419,9 @@ def test_a_model_without_a_tokenizer(mpu: Callable, model: Path, tofu: Path, tmp
     bare.mkdir()
     for name in ("config.json", "model.safetensors"):
         shutil.copy(model / name, bare)
-    outcome = mpu("eval", bare, "--data-dir", tofu, "--forget-split", "forget01", check=False, cwd=tmp_path)
+    outcome = mpu(
+        "eval", bare, "--reading", f"data_dir={tofu}", "--forget-split", "forget01", check=False, cwd=tmp_path
+    )
     assert outcome.status == 1
     assert str(bare) in outcome.err
     assert "tokenizer" in outcome.err
@@ -389,7 +429,7 @@ def test_a_model_without_a_tokenizer(mpu: Callable, model: Path, tofu: Path, tmp
 
 class TestEvaluatingADelta:
     @pytest.mark.slow
-    @pytest.mark.parametrize("lora", [(), ("--lora-rank", 4)], ids=["full", "lora"])
+    @pytest.mark.parametrize("lora", [(), ("--lora", "rank=4")], ids=["full", "lora"])
     def test_numbers_are_those_of_the_copy_with_its_delta(
         self, mpu: Callable, demo: DemoModel, tmp_path: Path, lora: tuple
     ) -> None:

@@ -26,10 +26,10 @@ def test_numbers_are_the_suites(mpu: Callable, tmp_path: Path, architecture: str
     out = tmp_path / "eval.json"
     options = {
         "TOFU": ("--forget-split", "forget01", "--reference-model", folder / "retain"),
-        "MUSE": ("--benchmark", "muse", "--template", "plain"),
+        "MUSE": ("--benchmark", "muse", "--reading", "template=plain"),
     }[benchmark]
     data, log = GOLDEN / benchmark.lower(), folder / f"retain.{benchmark}.json"
-    outcome = mpu("eval", folder / "full", *options, "--data-dir", data, "--retain-log", log, "--out", out)
+    outcome = mpu("eval", folder / "full", *options, "--reading", f"data_dir={data}", "--retain-log", log, "--out", out)
     assert "OpenUnlearning's own numbers" not in outcome.err  # which would say that they differ
     metrics = json.loads(out.read_text())["metrics"]
     assert len(golden) >= {"TOFU": 31, "MUSE": 10}[benchmark]

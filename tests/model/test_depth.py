@@ -38,7 +38,7 @@ class TestThroughTheCommandLine:
         return ["--algo", "npo", "--forget", forget, "--retain", retain, "--epochs", 1, "--batch-size", 4,
                 "--lr", "1e-3", "--precision", "float64"]  # fmt: skip
 
-    @pytest.mark.parametrize("more", [(), ("--lora-rank", 2)], ids=["full", "lora"])
+    @pytest.mark.parametrize("more", [(), ("--lora", "rank=2")], ids=["full", "lora"])
     @pytest.mark.slow
     def test_the_update_is_that_of_the_shallow_model(
         self, mpu: Callable, tmp_path: Path, base: Path, training: list, more: tuple

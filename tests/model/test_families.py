@@ -105,7 +105,7 @@ def test_images_are_seen_as_before(mpu: Callable, tmp_path: Path, family: str) -
         assert torch.equal(*(tensors[name].abs().flatten().sort().values for tensors in (before, after))), name
         assert torch.equal(before[name], after[name]) != (name in writes), name
     write_records(tmp_path / "forget.jsonl", 4, 1)
-    mpu("unlearn", "copy_1", "--algo", "gradascent", "--epochs", 1, "--template", "plain", cwd=tmp_path)
+    mpu("unlearn", "copy_1", "--algo", "gradascent", "--epochs", 1, "--reading", "template=plain", cwd=tmp_path)
     assert not load_file(tmp_path / "deltas/copy_1.safetensors").keys() & set(surrounding)
 
 
@@ -113,10 +113,10 @@ def test_images_are_seen_as_before(mpu: Callable, tmp_path: Path, family: str) -
 def test_experts_have_no_gradients_for_each_record(mpu: Callable, tmp_path: Path) -> None:
     base = save_random("mixtral", tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 4, 1)
-    private = ["--forget", "forget.jsonl", "--algo", "gradascent", "--epochs", 1, "--template", "plain",
-               "--dp-epsilon", 8, "--lora-rank", 2]  # fmt: skip
+    private = ["--forget", "forget.jsonl", "--algo", "gradascent", "--epochs", 1, "--reading", "template=plain",
+               "--dp", "epsilon=8", "--lora", "rank=2"]  # fmt: skip
     mpu("unlearn", base, *private, fails="--lora-targets", status=2, cwd=tmp_path)
-    assert mpu("unlearn", base, *private, "--lora-targets", "q_proj,v_proj", cwd=tmp_path).out
+    assert mpu("unlearn", base, *private, "--lora", "targets=q_proj,v_proj", cwd=tmp_path).out
 
 
 @pytest.mark.slow
@@ -128,8 +128,9 @@ def test_an_adapter_for_the_base(mpu: Callable, tmp_path: Path, family: str, tar
     base = save_random(family, tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 4, 1)
     mpu("publish", base, "--copies", 2, "--kappa", 1e-4, cwd=tmp_path)
-    mpu("unlearn", "copy_1", "copy_2", "--algo", "gradascent", "--epochs", 2, "--batch-size", 2, "--template", "plain",
-        "--lr", "1e-2", "--lora-rank", 2, "--lora-targets", targets, cwd=tmp_path)  # fmt: skip
+    mpu("unlearn", "copy_1", "copy_2", "--algo", "gradascent", "--epochs", 2, "--batch-size", 2, "--reading",
+        "template=plain",
+        "--lr", "1e-2", "--lora", f"rank=2,targets={targets}", cwd=tmp_path)  # fmt: skip
     mpu("aggregate", "deltas", cwd=tmp_path)
     mpu("aggregate", "deltas", "--as-adapter", "--out", "adapter", cwd=tmp_path)
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
@@ -152,7 +153,8 @@ def test_noise_cancels_to_second_order(mpu: Callable, tmp_path: Path, family: st
     base = save_random(family, tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 6, 1)
     options = ["--forget", tmp_path / "forget.jsonl", "--algo", "gradascent", "--precision", "float64", "--epochs", 2,
-               "--batch-size", 3, "--template", "plain", "--lr", "1e-3", "--optim", "adamw-blockwise"]  # fmt: skip
+               "--batch-size", 3, "--reading", "template=plain", "--lr", "1e-3", "--optim",
+               "adamw-blockwise"]  # fmt: skip
     clean = clean_update(mpu, base, tmp_path, options)
     # Noise that flips which expert a token goes to makes an error that does not cancel.
     kappas, errors = ((1e-5, 4e-5) if family == "mixtral" else (5e-4, 2e-3)), []
@@ -177,7 +179,8 @@ def test_a_trained_model(mpu: Callable, tmp_path_factory: pytest.TempPathFactory
     assert mpu("check-family", trained.model).out == f"{family}: every symmetry holds\n"
     records = ("--forget", trained.forget, "--retain", trained.retain)
     for copy in mpu("publish", trained.model, "--copies", 2, cwd=folder).out.split():
-        mpu("unlearn", copy, *records, "--algo", "undial", "--beta", 10, "--alpha", 3, "--optim", "adamw-blockwise",
+        mpu("unlearn", copy, *records, "--algo", "undial", "--constants", "beta=10,alpha=3", "--optim",
+            "adamw-blockwise",
             "--lr", "5e-4", "--epochs", 40, "--batch-size", 5, cwd=folder)  # fmt: skip
     document = mpu("aggregate", "deltas", "--json", cwd=folder).json
     assert document["error_estimate"]["relative"] < 0.2

@@ -387,7 +387,7 @@ def the_whole_path_gives_the_clean_update(subject: Subject) -> None:
 
 
 def adapters_give_the_clean_update(subject: Subject) -> None:
-    folder, options = subject.folder / "lora", training_options(subject, "--optim", "sgd", "--lora-rank", 3)
+    folder, options = subject.folder / "lora", training_options(subject, "--optim", "sgd", "--lora", "rank=3")
     clean = clean_update(subject.mpu, subject.base, folder, options)
     publishing: list[object] = ["--copies", 2, "--kappa", 0, "--symmetries", "all"]
     update, _ = updates(subject.mpu, subject.base, folder, publishing, options)
@@ -399,7 +399,7 @@ def adapters_give_the_clean_update(subject: Subject) -> None:
 def training_options(subject: Subject, *more: object) -> list[object]:
     forget = write_records(subject.folder / "forget.jsonl", 4, 1)
     return ["--forget", forget, "--algo", "gradascent", "--precision", "float64", "--epochs", 2, "--batch-size", 2,
-            "--template", "plain", "--lr", "1e-3", *more]  # fmt: skip
+            "--reading", "template=plain", "--lr", "1e-3", *more]  # fmt: skip
 
 
 # One of each kind of wiring; the others, whose copies compute what the base computes, in the exhaustive tier.

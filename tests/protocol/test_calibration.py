@@ -67,8 +67,8 @@ class TestPublished:
     ) -> None:
         """σ in every block of every copy; all copies together leave only the shared noise, or none."""
         outcome = mpu(
-            "publish", base, "--epsilon", 4, "--dp-delta", 1e-6, "--sensitivity", 0.05, "--adversary", adversary,
-            "--symmetries", symmetries, "--budget-rounds", 3, "--alphas", "1,2", "--out", tmp_path,
+            "publish", base, "--dp", f"epsilon=4,delta=1e-6,sensitivity=0.05,adversary={adversary}",
+            "--symmetries", symmetries, "--dp", "budget_rounds=3", "--alphas", "1,2", "--out", tmp_path,
             "--keys", tmp_path / "k.bin", "--json",
         )  # fmt: skip
         needed = noise(4, 1e-6, 0.05, budget_rounds=3)
@@ -93,12 +93,8 @@ class TestPublished:
         common = (
             "publish",
             base,
-            "--epsilon",
-            1,
-            "--dp-delta",
-            1e-5,
-            "--sensitivity",
-            0.01,
+            "--dp",
+            "epsilon=1,delta=1e-5,sensitivity=0.01",
             "--out",
             tmp_path,
             "--keys",
@@ -106,7 +102,7 @@ class TestPublished:
         printed = mpu(*common, tmp_path / "k.bin").err
         assert "every copy" in printed
         assert "Computational" in printed
-        printed = mpu(*common, tmp_path / "k.bin", "--force", "--publish-again", "--adversary", "one-copy").err
+        printed = mpu(*common, tmp_path / "k.bin", "--force", "--publish-again", "--dp", "adversary=one-copy").err
         assert "one copy of a round" in printed
 
     @pytest.mark.parametrize(

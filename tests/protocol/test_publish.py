@@ -543,7 +543,7 @@ class TestPermanentNoise:
         assert shared[0] == shared[1]
 
     def test_a_publication_that_failed_is_not_counted(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
-        calibrated = ("--copies", 2, "--epsilon", 1, "--dp-delta", 1e-6, "--out", tmp_path / "e", "--keys")
+        calibrated = ("--copies", 2, "--dp", "epsilon=1,delta=1e-6", "--out", tmp_path / "e", "--keys")
         outputs = (*calibrated, tmp_path / "e.bin", "--sensitivity")
         assert "overflows" in mpu("publish", base, *outputs, 1e5, "--dtype", "float16", check=False).err
         mpu("publish", base, *outputs, 0.01)
@@ -551,7 +551,7 @@ class TestPermanentNoise:
 
     def test_epsilon_counts_publications(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
         """Two publications of a base, to two owners who may pool their copies, are two mechanisms."""
-        calibrated = ("--copies", 2, "--epsilon", 1, "--dp-delta", 1e-6, "--sensitivity", 0.01)
+        calibrated = ("--copies", 2, "--dp", "epsilon=1,delta=1e-6,sensitivity=0.01")
 
         def publish(name: str, *options: object) -> str:
             to = ("--out", tmp_path / name, "--keys", tmp_path / name / "keys.bin")
@@ -559,10 +559,10 @@ class TestPermanentNoise:
             assert outcome.status == 0 or not (tmp_path / name).exists()
             return outcome.err if outcome.status else ""
 
-        assert not publish("a", "--budget-rounds", 2)
-        assert not publish("b", "--budget-rounds", 2)
-        assert "with 2 earlier publications of this base or run" in publish("c", "--budget-rounds", 2)
-        assert "would not hold" in publish("c", "--epsilon", 8, "--budget-rounds", 9)  # nor that of the others
+        assert not publish("a", "--dp", "budget_rounds=2")
+        assert not publish("b", "--dp", "budget_rounds=2")
+        assert "with 2 earlier publications of this base or run" in publish("c", "--dp", "budget_rounds=2")
+        assert "would not hold" in publish("c", "--dp", "epsilon=8,budget_rounds=9")  # nor that of the others
         assert "would not hold" in publish("d")
         assert not publish("e", "--publish-again")
 
@@ -607,7 +607,7 @@ class TestWhatLeavesTheServer:
         (base / "generation_config.json").write_text(json.dumps({"eos_token_id": 1, "_from": secret, "prompt": "hi"}))
         (base / "preprocessor_config.json").write_text(json.dumps({"size": {"height": 2}, "cache_dir": secret}))
         publish_copy(mpu, root)
-        mpu("unlearn", "copy_1", "copy_2", *TRAINING, "--lora-rank", 2, cwd=root)
+        mpu("unlearn", "copy_1", "copy_2", *TRAINING, "--lora", "rank=2", cwd=root)
         mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "model", cwd=root)
         mpu("aggregate", "deltas", "--keys", "keys.bin", "--as-adapter", "--out", "adapter", cwd=root)
         for name in ("config.json", "tokenizer_config.json"):  # the result is the server's own

@@ -46,7 +46,7 @@ def test_one_copy_at_a_time(mpu: Callable, tmp_path: Path) -> None:
 def test_a_delta_in_bfloat16(mpu: Callable, root: Path) -> None:
     """Half the bytes; what rounding lost is told, and is what it is."""
     mpu("publish", "base", "--copies", 2, cwd=root)
-    common = ("--algo", "gradascent", "--epochs", 1, "--template", "plain", "--lr", "1e-2")
+    common = ("--algo", "gradascent", "--epochs", 1, "--reading", "template=plain", "--lr", "1e-2")
     mpu("unlearn", "copy_1", *common, "--out", "whole", cwd=root)
     outcome = mpu("unlearn", "copy_1", *common, "--delta-dtype", "bfloat16", "--json", cwd=root)
     full_delta, rounded_delta = (load_file(root / f"{name}.safetensors") for name in ("whole", "deltas/copy_1"))
@@ -71,7 +71,8 @@ class TestOwners:
             mpu("publish", "base", "--copies", 2, "--out", owner, "--keys", f"{owner}.bin", cwd=tmp_path)
             for k in (1, 2):
                 mpu("unlearn", f"{owner}/copy_{k}", "--forget", f"{owner}.jsonl", "--algo", "gradascent", "--epochs", 1,
-                    "--template", "plain", "--lr", "1e-2", "--out", f"deltas/{owner}_{k}", cwd=tmp_path)  # fmt: skip
+                    "--reading", "template=plain", "--lr", "1e-2", "--out", f"deltas/{owner}_{k}",
+                    cwd=tmp_path)  # fmt: skip
         document = mpu("aggregate", "deltas", "--keys", "a.bin", "--keys", "b.bin", "--json", cwd=tmp_path).json
         base = load_file(tmp_path / "base/model.safetensors")
         owner_models = {}
@@ -267,7 +268,7 @@ def test_the_second_round_by_hand_is_that_of_run(mpu: Callable, root: Path) -> N
         ("--pretrained", "public"),
         ("--copies", 2, "--kappa", 0.01),
         ("--pretrained", "public", "--copies", 2, "--kappa", 0.25),
-        ("--copies", 2, "--epsilon", 8, "--dp-delta", 1e-5, "--sensitivity", 0.1, "--budget-rounds", 2),
+        ("--copies", 2, "--dp", "epsilon=8,delta=1e-5,sensitivity=0.1,budget_rounds=2"),
     ],
 )
 def test_what_aggregate_says_is_next_can_be_pasted(mpu: Callable, root: Path, noise: tuple[object, ...]) -> None:

@@ -109,7 +109,7 @@ class TestAggregate:
         for name in ("forget", "retain"):
             write_records(tmp_path / f"{name}.jsonl", 4, 1)
         mpu("publish", base, "--copies", 2, cwd=tmp_path)
-        common = ("--epochs", 1, "--template", "plain", "--force")
+        common = ("--epochs", 1, "--reading", "template=plain", "--force")
         mpu("unlearn", "copy_1", "--algo", "npo", *common, cwd=tmp_path)
         for options, complaint in (
             (("--algo", "npo"), None),

@@ -92,5 +92,5 @@ def test_unlearn_eval_and_check_say_so(mpu: Callable, root: Path) -> None:
     assert said in mpu("check", "base", "--forget", "marked.jsonl", check=False, cwd=root).err
     qa = ("--benchmark", "qa", "--forget", "marked.jsonl", "--metrics", "forget_Q_A_Prob")
     assert said in mpu("eval", "base", *qa, cwd=root).err
-    read = mpu("eval", "base", *qa, "--control-tokens", "--out", "read.json", cwd=root)
+    read = mpu("eval", "base", *qa, "--reading", "control_tokens", "--out", "read.json", cwd=root)
     assert "are read as such" in read.err

@@ -228,7 +228,18 @@ class TestDialogues:
         with torch.no_grad():
             loss = float(network(**pad([example])).loss)
         for turns, count in (("last", 1), ("all", 2)):
-            mpu("eval", model, "--benchmark", "qa", "--forget", "a.jsonl", "--turns", turns, "--force", cwd=tmp_path)
+            mpu(
+                "eval",
+                model,
+                "--benchmark",
+                "qa",
+                "--forget",
+                "a.jsonl",
+                "--reading",
+                f"turns={turns}",
+                "--force",
+                cwd=tmp_path,
+            )
             rows = json.loads((tmp_path / "eval.json").read_text())["metrics"]["forget_Q_A_Prob"]["value_by_index"]
             assert len(rows) == count
             assert rows[str(count - 1)]["avg_loss"] == pytest.approx(loss, abs=1e-4)
@@ -700,7 +711,7 @@ def test_bad_rows_are_skipped_and_counted(mpu, tmp_path):
     model = save(random_model("llama"), tmp_path / "model")
     arguments = ("eval", model, "--benchmark", "qa", "--forget", "a.jsonl", "--metrics", "forget_Q_A_Prob")
     assert mpu(*arguments, check=False, cwd=tmp_path).is_one_error
-    assert "skipped 2 of 4 rows" in mpu(*arguments, "--skip-bad", cwd=tmp_path).err
+    assert "skipped 2 of 4 rows" in mpu(*arguments, "--reading", "skip_bad", cwd=tmp_path).err
     rows = json.loads((tmp_path / "eval.json").read_text())["metrics"]["forget_Q_A_Prob"]["value_by_index"]
     assert len(rows) == 2
     (tmp_path / "b.jsonl").write_text(json.dumps(bad[0]) + "\n")
@@ -757,9 +768,11 @@ class TestFilesAsPeopleHaveThem:
             (root / "forget.jsonl").read_text()
             + json.dumps({"question": "w5", "answer": " ".join(["w6"] * 200)}) + "\n"
         )  # fmt: skip
-        outcome = mpu("unlearn", "base", *BRIEF, "--forget", "long.jsonl", "--max-length", 100, cwd=root)
+        outcome = mpu("unlearn", "base", *BRIEF, "--forget", "long.jsonl", "--reading", "max_length=100", cwd=root)
         assert "1 of 16 records were truncated to 100 tokens" in outcome.err
-        refused = mpu("unlearn", "base", *BRIEF, "--max-length", 2, "--out", "x.safetensors", check=False, cwd=root)
+        refused = mpu(
+            "unlearn", "base", *BRIEF, "--reading", "max_length=2", "--out", "x.safetensors", check=False, cwd=root
+        )
         assert refused.is_one_error
         assert "--max-length 2" in refused.err
 
@@ -773,7 +786,7 @@ class TestFilesAsPeopleHaveThem:
         with torch.no_grad():
             logits = model(torch.tensor([example.ids[:50]])).logits[0, begin - 1 : -1]
         loss = torch.nn.functional.cross_entropy(logits, torch.tensor(example.ids[begin:50]))
-        options = ("--forget", "long.jsonl", "--template", "plain", "--max-length", 50, "--json")
+        options = ("--forget", "long.jsonl", "--reading", "template=plain,max_length=50", "--json")
         checked = mpu("check", "base", *options, check=False, cwd=root)
         qa = ("--benchmark", "qa", "--metrics", "forget_Q_A_Prob")
         measured = mpu("eval", "base", *qa, *options, cwd=root).json["metrics"]["forget_Q_A_Prob"]
@@ -814,4 +827,4 @@ class TestFilesAsPeopleHaveThem:
 
 @pytest.mark.parametrize("command", [("eval", "base"), ("unlearn", "base", "--forget", "tofu:forget01")])
 def test_a_data_dir_that_is_not_there(mpu: Callable, root: Path, command: tuple) -> None:
-    mpu(*command, "--data-dir", "nowhere", refused="nowhere: no such directory", cwd=root)
+    mpu(*command, "--reading", "data_dir=nowhere", refused="nowhere: no such directory", cwd=root)

@@ -324,7 +324,7 @@ def test_what_eval_says_is_what_plain_transformers_says(mpu: Callable, tmp_path:
     for file, part in (("all", rows), ("forget", rows[:4]), ("retain", rows[4:])):
         (tmp_path / f"{file}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     system = template_case(name).system
-    prompts = () if system else ("--system-prompt", "")
+    prompts = () if system else ("--reading", "system_prompt=")
     training = ("--batch-size", "8", "--device", "cpu", *prompts)
     mpu(
         "finetune",

@@ -28,7 +28,7 @@ from tests.helpers.trainings import FORGETTING
 
 def unlearn(mpu, folder, model, *arguments, out="d.safetensors", **expected):
     return mpu("unlearn", model, "--forget", folder / "forget.jsonl", "--retain", folder / "retain.jsonl",
-               "--template", "plain", "--out", folder / out, *arguments, **expected)  # fmt: skip
+               "--reading", "template=plain", "--out", folder / out, *arguments, **expected)  # fmt: skip
 
 
 class TestData:
@@ -92,7 +92,7 @@ class TestSchedule:
 
 def at_layer(algorithm: str, layer: int) -> list[object]:
     """The layer option, for algorithms that have one; its default is too high for small models."""
-    return ["--layer", layer] if "layer" in ALGORITHMS[algorithm].constant_names else []
+    return ["--constants", f"layer={layer}"] if "layer" in ALGORITHMS[algorithm].constant_names else []
 
 
 def one_now(names: Iterable[str], *chosen: str) -> list:
@@ -113,7 +113,7 @@ class TestUnlearn:
         epochs = 16 if algorithm == "simnpo" else 6
         outcome = unlearn(mpu, tmp_path, demo.model, "--algo", algorithm, "--lr", "3e-4", "--optim",
                        "adamw-blockwise", "--json", "--epochs", epochs, "--batch-size", 32,
-                       "--template", "chat", "--gamma", gamma,
+                       "--reading", "template=chat", "--constants", f"gamma={gamma}",
                        *at_layer(algorithm, 1))  # fmt: skip
         steps = outcome.json["steps"]
         assert len(steps) == epochs
@@ -130,10 +130,14 @@ class TestUnlearn:
     def test_parts_of_a_step_add_up(self, mpu, tmp_path, base, algorithm):
         """Micro-batches, even if uneven or empty, give the same delta as the whole batch."""
         options = ["--algo", algorithm, "--precision", "float64", *at_layer(algorithm, 0), "--epochs", 2, "--optim",
-                   "sgd", "--lr", "1e-2", "--batch-size", 4, "--max-grad-norm", 1e9]  # fmt: skip
-        unlearn(mpu, tmp_path, base, *options, "--micro-batch-size", 99, out="whole.safetensors")  # both sets in one
+                   "sgd", "--lr", "1e-2", "--batch-size", 4, "--training", "max_grad_norm=1e9"]  # fmt: skip
+        unlearn(
+            mpu, tmp_path, base, *options, "--training", "micro_batch_size=99", out="whole.safetensors"
+        )  # both sets in one
         for size in (1, 3):  # 6 records in steps of 4 and 2: with parts of 1, the second step has two empty ones
-            unlearn(mpu, tmp_path, base, *options, "--micro-batch-size", size, out=f"parts{size}.safetensors")
+            unlearn(
+                mpu, tmp_path, base, *options, "--training", f"micro_batch_size={size}", out=f"parts{size}.safetensors"
+            )
             full_batch, micro_batches = (
                 load_file(tmp_path / f"{name}.safetensors") for name in ("whole", f"parts{size}")
             )
@@ -145,7 +149,7 @@ class TestUnlearn:
     def test_delta_is_after_minus_before(self, mpu, tmp_path, base):
         """One SGD step of gradient ascent, compared with manual autograd."""
         unlearn(mpu, tmp_path, base, "--algo", "gradascent", "--optim", "sgd", "--lr", "0.1", "--epochs", 1,
-                "--weight-decay", 0, "--max-grad-norm", 1e9, "--precision", "float64",
+                "--training", "weight_decay=0,max_grad_norm=1e9", "--precision", "float64",
                 "--train-embeddings")  # fmt: skip
         model, tokenizer = load(base, torch.float64, "cpu")
         examples = Encoding(tokenizer, template="plain").encode(read_records(tmp_path / "forget.jsonl"))
@@ -159,7 +163,8 @@ class TestUnlearn:
 
     def test_gradient_is_clipped(self, mpu, tmp_path, base):
         outcome = unlearn(mpu, tmp_path, base, "--algo", "gradascent", "--optim", "sgd", "--lr", "0.1", "--epochs", 1,
-                       "--weight-decay", 0, "--max-grad-norm", 0.01, "--precision", "float64", "--json")  # fmt: skip
+                       "--training", "weight_decay=0,max_grad_norm=0.01", "--precision", "float64",
+                       "--json")  # fmt: skip
         assert outcome.json["norm"] == pytest.approx(0.1 * 0.01, rel=1e-4)
 
     @pytest.mark.slow
@@ -228,7 +233,9 @@ class TestUnlearn:
 
     @pytest.mark.slow
     def test_divergence_is_told_and_leaves_nothing(self, mpu, tmp_path, base):
-        outcome = unlearn(mpu, tmp_path, base, "--optim", "sgd", "--lr", "1e30", "--max-grad-norm", "1e30", check=False)
+        outcome = unlearn(
+            mpu, tmp_path, base, "--optim", "sgd", "--lr", "1e30", "--training", "max_grad_norm=1e30", check=False
+        )
         assert outcome.status == 1
         assert "--lr" in outcome.err
         assert not (tmp_path / "d.safetensors").exists()
@@ -260,12 +267,12 @@ class TestUnlearn:
         assert after["forget"] > before["forget"] + 0.5
         assert after["retain"] < before["retain"] + 0.5
         ruined = mpu("unlearn", demo.model, *records, "--algo", "gradascent", "--lr", 1e-2, "--epochs", 5, "--json",
-                     "--alpha", 1, "--out", "c.safetensors", cwd=tmp_path)  # fmt: skip
+                     "--constants", "alpha=1", "--out", "c.safetensors", cwd=tmp_path)  # fmt: skip
         assert "lost much of what it should keep" in ruined.err
 
     def test_losses_before_are_those_of_the_first_step(self, mpu: Callable, root: Path) -> None:
         """With one batch that holds all records; after, those that a second training begins with."""
-        options = ("--epochs", 1, "--batch-size", 9, "--lr", 0, "--template", "plain", "--precision", "float64")
+        options = ("--epochs", 1, "--batch-size", 9, "--lr", 0, "--reading", "template=plain", "--precision", "float64")
         document = mpu("unlearn", "base", *options, "--json", "--out", "d.safetensors", cwd=root).json
         assert document["before"]["forget"] == pytest.approx(document["steps"][0]["forget"], rel=1e-9)
         assert document["after"] == document["before"]
@@ -281,7 +288,7 @@ class TestSeveralCopies:
     @pytest.mark.parametrize(
         "more",
         [
-            (), ("--lora-rank", 2), pytest.param(("--algo", "dpo"), marks=pytest.mark.exhaustive),
+            (), ("--lora", "rank=2"), pytest.param(("--algo", "dpo"), marks=pytest.mark.exhaustive),
             pytest.param(("--optim", "muon"), marks=pytest.mark.exhaustive),
         ],
     )  # fmt: skip

@@ -42,8 +42,8 @@ def rounds(mpu, tmp_path, tmp_path_factory, family):
         write_records(folder / "forget.jsonl", 6, 1)
         write_records(folder / "retain.jsonl", 6, 2)
         mpu("publish", base, "--copies", 2, "--symmetries", "all", "--kappa", 0.01, cwd=folder)
-        mpu("unlearn", "copy_1", "copy_2", "--algo", "graddiff", "--epochs", 3, "--lr", "1e-2", "--lora-rank", 3,
-            "--precision", "float64", "--template", "plain", cwd=folder)  # fmt: skip
+        mpu("unlearn", "copy_1", "copy_2", "--algo", "graddiff", "--epochs", 3, "--lr", "1e-2", "--lora", "rank=3",
+            "--precision", "float64", "--reading", "template=plain", cwd=folder)  # fmt: skip
         ROUNDS[family] = folder
         shutil.copytree(identities, folder / "identities")
     shutil.copytree(ROUNDS[family], tmp_path, dirs_exist_ok=True)
@@ -63,8 +63,8 @@ def test_factors_are_the_change_of_the_model(mpu, tmp_path, family):
     """The copy plus the products computes what peft's model computed at the end of training."""
     base = save(random_model(family, dtype=torch.float64), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 6, 1)
-    document = mpu("unlearn", base, "--algo", "gradascent", "--epochs", 3, "--lr", "1e-2", "--lora-rank", 2, "--json",
-               "--precision", "float64", "--template", "plain", cwd=tmp_path).json  # fmt: skip
+    document = mpu("unlearn", base, "--algo", "gradascent", "--epochs", 3, "--lr", "1e-2", "--lora", "rank=2", "--json",
+               "--precision", "float64", "--reading", "template=plain", cwd=tmp_path).json  # fmt: skip
     delta = tensors(tmp_path / "deltas/base.safetensors")
     plain = load_file(base / "model.safetensors")
     for name in adapted_names(delta):
@@ -72,7 +72,7 @@ def test_factors_are_the_change_of_the_model(mpu, tmp_path, family):
         plain[name] = plain[name] + product(delta, name)
     save_file(plain, base / "model.safetensors", {"format": "pt"})
     again = mpu("unlearn", base, "--algo", "gradascent", "--epochs", 1, "--lr", "1e-9", "--json", "--precision",
-                "float64", "--template", "plain", "--out", tmp_path / "x", cwd=tmp_path).json  # fmt: skip
+                "float64", "--reading", "template=plain", "--out", tmp_path / "x", cwd=tmp_path).json  # fmt: skip
     # One more step of the same training would have started with the merged model's loss.
     assert again["steps"][0]["forget"] > document["steps"][-1]["forget"] > document["steps"][0]["forget"]
     assert open_checkpoint(tmp_path / "deltas/base.safetensors").nbytes < open_checkpoint(base).nbytes
@@ -80,7 +80,7 @@ def test_factors_are_the_change_of_the_model(mpu, tmp_path, family):
 
 @pytest.mark.slow
 def test_the_norm_told_is_that_of_the_product(mpu, rounds):
-    outcome = mpu("unlearn", "copy_1", "--lora-rank", 2, "--template", "plain", "--epochs", 2, "--json",
+    outcome = mpu("unlearn", "copy_1", "--lora", "rank=2", "--reading", "template=plain", "--epochs", 2, "--json",
                "--out", "again.safetensors",
                cwd=rounds)  # fmt: skip
     delta = load_file(rounds / "again.safetensors")
@@ -109,7 +109,7 @@ def test_weights_that_are_no_numbers(mpu, tmp_path, base):
     weights = load_file(base / "model.safetensors")
     weights["model.layers.1.mlp.up_proj.weight"][0, 0] = float("nan")
     save_file(weights, base / "model.safetensors", {"format": "pt"})
-    outcome = mpu("unlearn", base, "--algo", "gradascent", "--lora-rank", 2, check=False, cwd=tmp_path)
+    outcome = mpu("unlearn", base, "--algo", "gradascent", "--lora", "rank=2", check=False, cwd=tmp_path)
     assert outcome.status == 1
     assert "'model.layers.1.mlp.up_proj.weight' holds NaN or Inf" in outcome.err
 
@@ -164,8 +164,8 @@ def test_one_adapter_is_the_aggregate(mpu, rounds):
     measured = []
     for name in ("adapter", "unlearned"):
         measured.append(
-            mpu("eval", name, "--benchmark", "qa", "--forget", "forget.jsonl", "--template", "plain", "--dtype",
-                "float64", "--out", f"{name}.json", "--json", cwd=rounds).json["metrics"]
+            mpu("eval", name, "--benchmark", "qa", "--forget", "forget.jsonl", "--reading", "template=plain",
+                "--scoring", "dtype=float64", "--out", f"{name}.json", "--json", cwd=rounds).json["metrics"]
         )  # fmt: skip
     assert measured[0] == pytest.approx(measured[1], rel=1e-4)
 
@@ -191,15 +191,15 @@ def test_hostile_factors(mpu, rounds, adapter):
 
 
 def test_targets(mpu, tmp_path, base):
-    options = ["--algo", "gradascent", "--epochs", 1, "--template", "plain", "--force"]
-    mpu("unlearn", base, *options, "--lora-rank", 2, "--lora-targets", "q_proj,mlp.up_proj", cwd=tmp_path)
+    options = ["--algo", "gradascent", "--epochs", 1, "--reading", "template=plain", "--force"]
+    mpu("unlearn", base, *options, "--lora", "rank=2,targets=q_proj,mlp.up_proj", cwd=tmp_path)
     names = adapted_names(tensors(tmp_path / "deltas/base.safetensors"))
     assert {name.split(".")[-2] for name in names} == {"q_proj", "up_proj"}
     assert len(names) == 2 * CONFIGS["llama"]["num_hidden_layers"]
-    wrong = mpu("unlearn", base, *options, "--lora-rank", 2, "--lora-targets", "qq", check=False, cwd=tmp_path)
+    wrong = mpu("unlearn", base, *options, "--lora", "rank=2,targets=qq", check=False, cwd=tmp_path)
     assert wrong.status == 2
     assert "matches no linear layer" in wrong.err
-    assert "--lora-rank" in mpu("unlearn", base, *options, "--lora-targets", "q_proj", check=False, cwd=tmp_path).err
+    assert "--lora-rank" in mpu("unlearn", base, *options, "--lora", "targets=q_proj", check=False, cwd=tmp_path).err
 
 
 @pytest.mark.slow
@@ -229,7 +229,7 @@ def test_factors_that_do_not_fit(mpu, rounds, spoil, complaint, adapter):
 
 def test_an_adapter_needs_factors(mpu, tmp_path, base):
     mpu("publish", base, "--copies", 2, cwd=tmp_path)
-    options = ("--algo", "gradascent", "--epochs", 1, "--template", "plain")
+    options = ("--algo", "gradascent", "--epochs", 1, "--reading", "template=plain")
     mpu("unlearn", "copy_1", "copy_2", *options, cwd=tmp_path)
     assert "--lora-rank" in mpu("aggregate", "deltas", "--as-adapter", check=False, cwd=tmp_path).err
 
@@ -238,7 +238,7 @@ def test_factors_of_a_rank_that_no_change_has(mpu: Callable, root: Path) -> None
     """Squares of the rank are computed: with 20,000, 3 GB for each matrix."""
     publish_copy(mpu, root)
     for number in (1, 2):
-        unlearn_copy(mpu, root, root / f"copy_{number}", f"deltas/copy_{number}", "--lora-rank", 2)
+        unlearn_copy(mpu, root, root / f"copy_{number}", f"deltas/copy_{number}", "--lora", "rank=2")
         path = root / f"deltas/copy_{number}.safetensors"
         with safe_open(path, "pt") as file:
             metadata = file.metadata()

@@ -201,10 +201,10 @@ def test_the_ledger_composes_and_refuses(mpu, tmp_path):
     base = save(random_model("llama"), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 20, 1)
     write_records(tmp_path / "retain.jsonl", 20, 2)
-    options = ["--epochs", 1, "--batch-size", 5, "--dp-epsilon", 2, "--lora-rank", 2, "--lr", "1e-3"]
+    options = ["--epochs", 1, "--batch-size", 5, "--dp", "epsilon=2", "--lora", "rank=2", "--lr", "1e-3"]
     for name in ("first", "second"):  # two runs, each of which says that it has two copies
         mpu("publish", base, "--copies", 2, "--run", name, "--out", name, "--keys", f"{name}.bin", cwd=tmp_path)
-    budget = ["--dp-budget", 2.9]
+    budget = ["--dp", "budget=2.9"]
     mpu("unlearn", "first/copy_1", *options, *budget, "--out", "1.safetensors", cwd=tmp_path)
     outcome = mpu("unlearn", "second/copy_1", *options, *budget, "--out", "2.safetensors", "--json", cwd=tmp_path)
     assert 2 < outcome.json["privacy"]["epsilon_of_ledger"] <= 2.9
@@ -217,8 +217,8 @@ def test_the_ledger_composes_and_refuses(mpu, tmp_path):
     assert [entry.run for entry in read_ledger(ledger)] == ["first", "second"]
     assert all(entry.forget and entry.retain for entry in read_ledger(ledger))
     assert "2" in mpu("inspect", ledger).out
-    mpu("unlearn", "first/copy_2", "--epochs", 1, "--lora-rank", 2, "--out", "4.safetensors", cwd=tmp_path)
-    refused = mpu("unlearn", "second/copy_2", *options, "--dp-budget", 100, "--out", "3.safetensors", check=False,
+    mpu("unlearn", "first/copy_2", "--epochs", 1, "--lora", "rank=2", "--out", "4.safetensors", cwd=tmp_path)
+    refused = mpu("unlearn", "second/copy_2", *options, "--dp", "budget=100", "--out", "3.safetensors", check=False,
                   cwd=tmp_path)  # fmt: skip
     assert "some had no bound for this unit" in refused.err
 
@@ -255,7 +255,7 @@ def test_records_that_were_left_out_are_drawn_and_add_nothing(tmp_path):
 
 
 def test_a_mistake_in_the_options_is_no_training(mpu, tmp_path, base):
-    for wrong in (["--algo", "rmu", "--layer", 99], ["--algo", "npo", "--dp-epsilon", 8, "--dp-unit", "nobody"]):
+    for wrong in (["--algo", "rmu", "--constants", "layer=99"], ["--algo", "npo", "--dp", "epsilon=8,unit=nobody"]):
         assert mpu("unlearn", base, *wrong, check=False, cwd=tmp_path).status != 0
     assert not (Path(os.environ["XDG_CONFIG_HOME"]) / "mpu/ledger.jsonl").exists()
 
@@ -266,8 +266,7 @@ def test_a_family_without_a_gradient_for_each_record(mpu, tmp_path):
     write_records(tmp_path / "forget.jsonl", 4, 1)
     write_records(tmp_path / "retain.jsonl", 4, 2)
     options = [
-        "--algo", "npo", "--dp-epsilon", 8, "--lora-rank", 2,
-        "--lora-targets", "fc1,fc2", "--epochs", 1, "--batch-size", 2,
+        "--algo", "npo", "--dp", "epsilon=8", "--lora", "rank=2,targets=fc1,fc2", "--epochs", 1, "--batch-size", 2,
     ]  # fmt: skip
     mpu("unlearn", base, *options, fails="has no gradients for each record", status=2, cwd=tmp_path)
 
@@ -277,7 +276,7 @@ def test_through_the_command_line(mpu, tmp_path):
     base = save(random_model("llama"), tmp_path / "base")
     write_records(tmp_path / "forget.jsonl", 20, 1)
     write_records(tmp_path / "retain.jsonl", 20, 2)
-    options = ["--algo", "npo", "--epochs", 2, "--batch-size", 5, "--dp-epsilon", 4, "--lr", "1e-3", "--seed", 1]
+    options = ["--algo", "npo", "--epochs", 2, "--batch-size", 5, "--dp", "epsilon=4", "--lr", "1e-3", "--seed", 1]
     outcome = mpu("unlearn", base, *options, "--json", "--out", "a.safetensors", cwd=tmp_path)
     assert outcome.json["privacy"]["epsilon"] <= 4
     assert "each further delta" in outcome.err
@@ -289,11 +288,11 @@ def test_through_the_command_line(mpu, tmp_path):
     assert len(read_ledger(ledger)) == 1  # of a model without mpu.json, which could as well be a copy
     ledger.unlink()
     mpu("publish", base, "--copies", 2, cwd=tmp_path)
-    outcome_1 = mpu("unlearn", "copy_1", *options, "--lora-rank", 2, "--out", "b.safetensors", "--json", cwd=tmp_path)
+    outcome_1 = mpu("unlearn", "copy_1", *options, "--lora", "rank=2", "--out", "b.safetensors", "--json", cwd=tmp_path)
     spent = outcome_1.json["privacy"]
     assert spent["epsilon_of_ledger"] == spent["epsilon"]
     # Both copies' steps compose; that is less than twice one copy's bound, and more than once.
-    outcome_2 = mpu("unlearn", "copy_2", *options, "--lora-rank", 2, "--out", "d.safetensors", "--json", cwd=tmp_path)
+    outcome_2 = mpu("unlearn", "copy_2", *options, "--lora", "rank=2", "--out", "d.safetensors", "--json", cwd=tmp_path)
     total = outcome_2.json["privacy"]["epsilon_of_ledger"]
     assert 1.2 * spent["epsilon"] < total < 1.9 * spent["epsilon"]
     assert f"with the 1 trainings before it: ε = {total:.3g}" in outcome_2.err
@@ -308,15 +307,15 @@ def test_through_the_command_line(mpu, tmp_path):
         (["--algo", "dpo"], "dpo"),
         (["--algo", "rmu"], "rmu"),
         (["--algo", "pdu"], "pdu"),
-        (["--dp-epsilon", "-1"], "--dp-epsilon"),
-        (["--dp-delta", "2"], "--dp-delta"),
-        (["--dp-max-grad-norm", "0"], "--dp-max-grad-norm"),
+        (["--dp", "epsilon=-1"], "--dp-epsilon"),
+        (["--dp", "delta=2"], "--dp-delta"),
+        (["--dp", "max_grad_norm=0"], "--dp-max-grad-norm"),
         (["--resume"], "--resume"),
-        (["--dp-unit", "person"], "no 'person'"),
+        (["--dp", "unit=person"], "no 'person'"),
     ],
 )
 def test_what_does_not_go_together(mpu, tmp_path, base, arguments, complaint):
-    outcome = mpu("unlearn", base, "--dp-epsilon", 1, *arguments, check=False, cwd=tmp_path)
+    outcome = mpu("unlearn", base, "--dp", "epsilon=1", *arguments, check=False, cwd=tmp_path)
     assert outcome.status == (1 if "--dp-unit" in arguments else 2)
     assert complaint in outcome.err
 
@@ -327,7 +326,7 @@ def test_a_record_that_is_not_one_example_is_left_out(mpu, tmp_path):
     base = save(random_model("llama"), tmp_path / "base")
     texts = [" ".join(["w4"] * 2100), "w5", *(f"w6 w{i}" for i in range(7, 12))]
     (tmp_path / "forget.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    outcome = mpu("unlearn", base, "--algo", "gradascent", "--dp-epsilon", 4, cwd=tmp_path)
+    outcome = mpu("unlearn", base, "--algo", "gradascent", "--dp", "epsilon=4", cwd=tmp_path)
     assert "2 of 7 records of the forget set are left out: " in outcome.err
 
 
@@ -412,14 +411,14 @@ class TestDpSgd:
             options = (
                 "--algo",
                 "gradascent",
-                "--dp-epsilon",
-                8,
+                "--dp",
+                "epsilon=8",
                 "--batch-size",
                 1,
                 "--epochs",
                 2,
-                "--template",
-                "chat",
+                "--reading",
+                "template=chat",
             )
             reports.append(mpu("unlearn", "base", *options, "--out", f"{word}.safetensors", "--json", cwd=root).json)
         assert reports[0]["lr"] == reports[1]["lr"]
@@ -435,13 +434,24 @@ class TestDpSgd:
         write_records_with("zq", root)
         options = ("--algo", "gradascent", "--epochs", 1, "--lr", "1e-3")
         mpu("unlearn", "base", *options, fails="forget.jsonl, line 1: the tokenizer returned token", status=1, cwd=root)
-        private = mpu("unlearn", "base", *options, "--dp-epsilon", 8, cwd=root)
+        private = mpu("unlearn", "base", *options, "--dp", "epsilon=8", cwd=root)
         assert "1 of 6 records of the forget set are left out" in private.err
 
     def test_a_set_of_which_nothing_is_left(self, mpu: Callable, root: Path) -> None:
         """To stop would tell that every record was rejected: noise alone is trained on."""
         (root / "base/chat_template.jinja").write_text("{{ raise_exception('no') }}")
-        options = ("--algo", "gradascent", "--epochs", 1, "--lr", "1e-3", "--dp-epsilon", 8, "--template", "chat")
+        options = (
+            "--algo",
+            "gradascent",
+            "--epochs",
+            1,
+            "--lr",
+            "1e-3",
+            "--dp",
+            "epsilon=8",
+            "--reading",
+            "template=chat",
+        )
         mpu("unlearn", "base", *options, "--out", "d.safetensors", cwd=root)
         assert any(bool(change.any()) for change in load_file(root / "d.safetensors").values())
 
@@ -486,7 +496,7 @@ class TestUnderDP:
         gate = tensors["model.layers.0.mlp.gate_proj.weight"]
         gate[1 : len(gate) // 2] = gate[0]
         save_file(tensors, file, {"format": "pt"})
-        options = [*TRAINING, "--algo", "graddiff", "--out", "d.safetensors", "--dp-epsilon", 8]
+        options = [*TRAINING, "--algo", "graddiff", "--out", "d.safetensors", "--dp", "epsilon=8"]
         write_records(root / "other.jsonl", 15, 9)
         outcomes = [
             mpu("unlearn", "base", *options, "--forget", name, check=False, cwd=root)

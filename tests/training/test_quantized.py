@@ -82,9 +82,20 @@ def test_what_a_model_computes_does_not_change_once_it_is_evaluated(base: Path) 
 def test_the_whole_path(mpu: Callable, base: Path, tmp_path: Path) -> None:
     """Deltas are LoRA's, aggregate takes them, and the loss before training is that of the model in 4 bits."""
     mpu("publish", base, "--copies", 2, "--kappa", 0, "--symmetries", "none", cwd=tmp_path)
-    training_options = ("--algo", "graddiff", "--epochs", 4, "--lr", "1e-2", "--lora-rank", 3, "--template", "plain")
+    training_options = (
+        "--algo",
+        "graddiff",
+        "--epochs",
+        4,
+        "--lr",
+        "1e-2",
+        "--lora",
+        "rank=3",
+        "--reading",
+        "template=plain",
+    )
     for k in (1, 2):
-        outcome = mpu("unlearn", f"copy_{k}", *training_options, "--quantize", "nf4", "--json", cwd=tmp_path)
+        outcome = mpu("unlearn", f"copy_{k}", *training_options, "--lora", "quantize=nf4", "--json", cwd=tmp_path)
     assert "of the weights are held in 4 bits" in outcome.err
     first_delta, second_delta = (tensors(tmp_path / f"deltas/copy_{k}.safetensors") for k in (1, 2))
     assert {name.rsplit(".", 1)[1] for name in first_delta} == {"lora_A", "lora_B"}
@@ -109,8 +120,10 @@ def test_the_whole_path(mpu: Callable, base: Path, tmp_path: Path) -> None:
 
 def test_eval_measures_the_model_in_4_bits(mpu: Callable, base: Path, tmp_path: Path) -> None:
     command = ("eval", base, "--benchmark", "qa", "--forget", "forget.jsonl", "--retain", "retain.jsonl",
-             "--template", "plain", "--metrics", "forget_Q_A_Prob", "--json")  # fmt: skip
-    probability = mpu(*command, "--quantize", "nf4", "--out", "a.json", cwd=tmp_path).json["metrics"]["forget_Q_A_Prob"]
+             "--reading", "template=plain", "--metrics", "forget_Q_A_Prob", "--json")  # fmt: skip
+    probability = mpu(*command, "--lora", "quantize=nf4", "--out", "a.json", cwd=tmp_path).json["metrics"][
+        "forget_Q_A_Prob"
+    ]
     rounded = by_transformers(base)
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     with torch.no_grad():
@@ -130,24 +143,24 @@ def test_eval_measures_the_model_in_4_bits(mpu: Callable, base: Path, tmp_path: 
     ("options", "said"),
     [
         ((), "need --lora-rank"),
-        (("--lora-rank", 2, "--precision", "float64"), "float64"),
+        (("--lora", "rank=2", "--precision", "float64"), "float64"),
     ],
 )
 def test_what_does_not_go_together(mpu: Callable, base: Path, tmp_path: Path, options: tuple, said: str) -> None:
-    mpu("unlearn", base, "--quantize", "nf4", *options, fails=said, status=2, cwd=tmp_path)
+    mpu("unlearn", base, "--lora", "quantize=nf4", *options, fails=said, status=2, cwd=tmp_path)
 
 
 @pytest.mark.usefixtures("base")
 def test_a_model_without_linear_layers(mpu: Callable, tmp_path: Path) -> None:
     other = save(random_model("gpt2"), tmp_path / "gpt2")
-    outcome = mpu("unlearn", other, "--lora-rank", 2, "--quantize", "nf4", check=False, cwd=tmp_path)
+    outcome = mpu("unlearn", other, "--lora", "rank=2,quantize=nf4", check=False, cwd=tmp_path)
     assert outcome.status == 2
     assert "no linear layers that can be held in 4 bits" in outcome.err
 
 
 def test_attacks_that_change_weights(mpu: Callable, base: Path, tmp_path: Path) -> None:
     outcome = mpu("eval", base, "--benchmark", "qa", "--forget", "forget.jsonl", "--retain", "retain.jsonl",
-               "--attacks", "relearn", "--quantize", "nf4", check=False, cwd=tmp_path)  # fmt: skip
+               "--attacks", "relearn", "--scoring", "quantize=nf4", check=False, cwd=tmp_path)  # fmt: skip
     assert (outcome.status, "changes weights" in outcome.err) == (2, True)
 
 

@@ -26,7 +26,7 @@ from tests.helpers.models import load, random_model, save, write_records
 from tests.helpers.protocol import tensors
 
 TRAINING = (
-    "--algo", "npo", "--template", "plain", "--epochs", 2,
+    "--algo", "npo", "--reading", "template=plain", "--epochs", 2,
     "--lr", 1e-3, "--batch-size", 3, "--optim", "adamw-blockwise",
 )  # fmt: skip
 
@@ -85,7 +85,13 @@ class TestReferenceFile:
     @pytest.mark.slow
     @pytest.mark.parametrize(
         "algorithm",
-        [["npo"], ["dpo"], ["undial"], ["npo", "--retain-loss", "kl"], ["graddiff", "--retain-loss", "kl"]],
+        [
+            ["npo"],
+            ["dpo"],
+            ["undial"],
+            ["npo", "--constants", "retain_loss=kl"],
+            ["graddiff", "--constants", "retain_loss=kl"],
+        ],
         ids=lambda words: "-".join(words),
     )
     def test_what_is_read_is_what_was_asked(self, mpu: Callable, root: Path, algorithm: list[str]) -> None:
@@ -122,7 +128,7 @@ class TestReferenceFile:
             (("r1/copy_2", *common), "copy 1 instead of 2"),
             (("r2/copy_1", *common), "run"),
             (("r1/copy_1", *common, "--forget", "other.jsonl"), "in records or the options that print them"),
-            (("r1/copy_1", *common, "--template", "chat"), "in records or the options that print them"),
+            (("r1/copy_1", *common, "--reading", "template=chat"), "in records or the options that print them"),
             (("r1/copy_1", *common, "--algo", "undial"), "asks"),
             (("r1/copy_1", *common, "--reference-file", "r1/copy_1/model.safetensors"), "not a reference file"),
         ):
@@ -137,7 +143,7 @@ class TestReferenceFile:
         """Probabilities of round 1 are refused for a copy of another template, whatever the records hold."""
         write_records_with(word, root)
         honest, _ = publish_copies(mpu, root)
-        options = ("--algo", "npo", "--reference-file", "ref.safetensors", "--trust-copy", "--template", "chat")
+        options = ("--algo", "npo", "--reference-file", "ref.safetensors", "--trust-copy", "--reading", "template=chat")
         unlearn_copy(mpu, root, honest, "1", *options)
         treat_word_differently(honest)
         facts = json.loads((honest / "mpu.json").read_text())
@@ -175,22 +181,27 @@ class TestDate:
     @pytest.mark.slow
     def test_the_command_line_has_it_everywhere(self, mpu: Callable, dated_root: Path) -> None:
         """A different day gives a different delta, model and scores."""
-        training = (*TRAINING, "--template", "chat", "--system-prompt", "")
+        training = (*TRAINING, "--reading", "template=chat,system_prompt=")
         records = ("--benchmark", "qa", "--forget", "forget.jsonl", "--metrics", "forget_Q_A_Prob")
         results = {}
-        for name, more in (("default", ()), ("same", ("--date", "10 Apr 2025")), ("other", ("--date", "2031-12-01"))):
+        for name, more in (
+            ("default", ()),
+            ("same", ("--reading", "date=10 Apr 2025")),
+            ("other", ("--reading", "date=2031-12-01")),
+        ):
             mpu("unlearn", "base", *training, *more, "--out", f"{name}.safetensors", cwd=dated_root)
-            mpu("run", "base", *training, *more, "--mode", "clean", "--rounds", 1, "--dtype", "float32", "--out", name,
+            mpu("run", "base", *training, *more, "--mode", "clean", "--rounds", 1, "--publish", "dtype=float32",
+                "--out", name,
                 cwd=dated_root)  # fmt: skip
-            mpu("finetune", "base", "--data", "forget.jsonl", "--epochs", 1, "--system-prompt", "", *more,
+            mpu("finetune", "base", "--data", "forget.jsonl", "--epochs", 1, "--reading", "system_prompt=", *more,
                 "--out", f"{name}.f", cwd=dated_root)  # fmt: skip
             outcome = mpu(
                 "eval",
                 "base",
                 *records,
                 *more,
-                "--system-prompt",
-                "",
+                "--reading",
+                "system_prompt=",
                 "--out",
                 f"{name}.json",
                 "--json",
@@ -215,7 +226,7 @@ class TestDate:
         with pytest.raises(UsageError, match="--date 'tomorrow'"):
             parse_date("tomorrow")
         for command in (("unlearn", "base"), ("run", "base"), ("finetune", "base", "--data", "forget.jsonl")):
-            mpu(*command, "--date", "31 Feb 2026", cwd=root, fails="not a date", status=2)
+            mpu(*command, "--reading", "date=31 Feb 2026", cwd=root, fails="not a date", status=2)
 
 
 class TestTags:
@@ -238,7 +249,9 @@ class TestTags:
         lines = (root / "forget.jsonl").read_text().splitlines(True)
         (root / "half.jsonl").write_text("".join(lines[:3]))
         assert "trained with different" not in deltas()
-        assert "trained with different" not in deltas("--micro-batch-size", 2)  # the same except for the last bits
+        assert "trained with different" not in deltas(
+            "--training", "micro_batch_size=2"
+        )  # the same except for the last bits
         assert "different records" in deltas("--forget", "half.jsonl")
         for other in (("--seed", 1), ("--lr", 2e-3), ("--algo", "simnpo"), ("--epochs", 1)):
             assert "different options or seed" in deltas(*other)
@@ -294,14 +307,14 @@ class TestTags:
         honest, crafted = publish_copies(mpu, root)
         treat_word_differently(crafted)
         for number, copy in enumerate((honest, crafted), 1):
-            unlearn_copy(mpu, root, copy, str(number), "--template", "chat", "--trust-copy")
+            unlearn_copy(mpu, root, copy, str(number), "--reading", "template=chat", "--trust-copy")
         honest_tags, crafted_tags = (tags_of(root / f"{number}.safetensors") for number in (1, 2))
         assert honest_tags == crafted_tags is not None
 
     @pytest.mark.slow
     def test_there_is_none_under_dp(self, mpu: Callable, root: Path) -> None:
         honest, _ = publish_copies(mpu, root)
-        unlearn_copy(mpu, root, honest, "1", "--dp-epsilon", 8)
+        unlearn_copy(mpu, root, honest, "1", "--dp", "epsilon=8")
         assert not tags_of(root / "1.safetensors")
 
 

@@ -37,7 +37,7 @@ def double_weights(copy: Path) -> None:
     save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, weights, metadata)
 
 
-@pytest.mark.parametrize("further", [(), ("--lora-rank", 2), "delta gone"])
+@pytest.mark.parametrize("further", [(), ("--lora", "rank=2"), "delta gone"])
 def test_earlier_records_are_trained_on_no_other_weights(mpu: Callable, root: Path, further: tuple | str) -> None:
     """A server sends other weights under the name of a copy that was trained on: whatever the new training starts from,
     no record of an earlier request meets them."""
@@ -64,7 +64,7 @@ def test_a_training_goes_on_from_the_change_of_its_own_copy(mpu: Callable, root:
 @pytest.mark.parametrize("prompt", ["s" * 300, "base", "Be brief.\n"])
 def test_text_that_is_no_path_is_noted_as_it_is(mpu: Callable, root: Path, prompt: str) -> None:
     """A system prompt is too long for a name, has the name of a folder, or ends in a line break."""
-    mpu(*unlearn("copy_1", forget="first.jsonl"), "--system-prompt", prompt, cwd=root)
+    mpu(*unlearn("copy_1", forget="first.jsonl"), "--reading", f"system_prompt={prompt}", cwd=root)
     [request] = read_requests(default_requests_path())
     assert request.options["system_prompt"] == prompt
     assert request.options["retain"] == str(root / "retain.jsonl")

@@ -23,7 +23,7 @@ from mpu_cli.records.forms import Record, question
 from mpu_cli.records.knowledge import Probabilities, share_left
 from mpu_cli.training import stopping
 from mpu_cli.training.data import Dataset
-from mpu_cli.training.stopping import LEAST_HELD_OUT, Look, Scorer, TrainingNoise, Watching, hold_out
+from mpu_cli.training.stopping import LEAST_HELD_OUT, FurtherNoise, Look, Scorer, Watching, hold_out
 from tests.helpers.models import DemoModel
 
 
@@ -112,36 +112,19 @@ def test_the_servers_model_forgets_and_keeps_by_default(mpu: Callable, tmp_path:
     mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "again", fails="different options", cwd=tmp_path)
 
 
-@pytest.mark.slow
-def test_noise_of_the_training_is_not_in_the_delta(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
-    """At a rate of 0 nothing is changed, whatever the noise; at another rate the noise decides what is."""
-    mpu("publish", demo.model, "--copies", 2, "--kappa", 0.001, cwd=tmp_path)
-    records = ("--forget", demo.forget, "--retain", demo.retain)
-    sizes = {}
-    for rate, noise in ((0, 0.05), (1e-3, 0.05), (1e-3, 0)):
-        out = tmp_path / f"{rate}-{noise}.safetensors"
-        options = ("--max-steps", 3, "--lr", rate, "--training-noise", noise, "--out", out)
-        mpu("unlearn", "copy_1", *records, *options, cwd=tmp_path)
-        sizes[rate, noise] = max(float(change.abs().max()) for change in load_file(out).values())
-    assert sizes[0, 0.05] == 0
-    # Adam moves a weight by at most about the rate a step; the noise is tens of times as large.
-    assert 0 < sizes[1e-3, 0.05] < 3 * 3e-3
-    assert sizes[1e-3, 0] != sizes[1e-3, 0.05]
-
-
 @pytest.mark.parametrize("share", [0.05, 0.2])
-def test_noise_of_the_training_has_the_size_that_it_says(share: float) -> None:
+def test_further_noise_has_the_size_that_it_says(share: float) -> None:
     """Of each matrix's root mean square; not on vectors; the same for a seed, unrelated for another."""
     matrix = 3 * torch.randn(300, 200, generator=torch.Generator().manual_seed(1))
     before = {"matrix": matrix, "vector": matrix[0]}
-    noises = [TrainingNoise(before, seed, share) for seed in (0, 0, 1)]
-    drawn = [noise.start("matrix") - matrix for noise in noises]
+    noises = [FurtherNoise(before, seed, share) for seed in (0, 0, 1)]
+    drawn = [noise.noisy("matrix") - matrix for noise in noises]
     assert float(drawn[0].square().mean().sqrt()) == pytest.approx(
         share * float(matrix.square().mean().sqrt()), rel=0.02
     )
     assert torch.equal(drawn[0], drawn[1])
     assert abs(float(torch.cosine_similarity(drawn[0].flatten(), drawn[2].flatten(), dim=0))) < 0.02
-    assert torch.equal(noises[0].start("vector"), matrix[0])
+    assert torch.equal(noises[0].noisy("vector"), matrix[0])
 
 
 @pytest.mark.slow
@@ -153,7 +136,7 @@ def test_the_average_of_copies_that_forgot_is_as_long_as_their_changes(
     mpu("publish", demo.model, "--copies", 2, "--kappa", 0.02, "--seed", 2, cwd=tmp_path)
     # So much noise can move the copies' losses further apart than the look at copies allows.
     records = ("--forget", demo.forget, "--retain", demo.retain, "--trust-copy")
-    mpu("unlearn", "copy_1", "copy_2", *records, "--max-steps", 4, "--lr", 1e-4, "--training-noise", 0.03, cwd=tmp_path)
+    mpu("unlearn", "copy_1", "copy_2", *records, "--max-steps", 4, "--lr", 1e-4, cwd=tmp_path)
     mpu("invert", "deltas", "--keys", "keys.bin", cwd=tmp_path)
     changes = [load_file(tmp_path / f"inverted/copy_{k}.safetensors") for k in (1, 2)]
     vectors = [torch.cat([tensors[name].double().flatten() for name in sorted(tensors)]) for tensors in changes]
@@ -195,7 +178,7 @@ def test_an_algorithm_of_ones_own(
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
     assert b"ascent_of_mine" not in (tmp_path / "deltas/copy_1.safetensors").read_bytes()
     mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=tmp_path)
-    private = mpu("unlearn", "copy_1", *records, "--algo", "ascent_of_mine:climb", "--dp-epsilon", 4,
+    private = mpu("unlearn", "copy_1", *records, "--algo", "ascent_of_mine:climb", "--dp", "epsilon=4",
                   "--out", "p.safetensors", check=False, cwd=tmp_path)  # fmt: skip
     assert "not a sum over single records" in private.err
     for name, says in (("two", "raised TypeError"), ("number", "returned float"), ("each", "a tensor of shape"),
@@ -239,7 +222,7 @@ def test_no_more_records_go_through_at_once_than_asked(
         return pad(examples)
 
     monkeypatch.setattr("mpu_cli.training.loop.pad", counting_pad)
-    options = ("--micro-batch-size", size) if size else ()
+    options = ("--training", f"micro_batch_size={size}") if size else ()
     mpu("unlearn", demo.model, "--forget", demo.forget, "--retain", demo.retain, "--epochs", 1, "--batch-size", 6,
         *options, "--out", tmp_path / "d.safetensors")  # fmt: skip
     assert max(rows) == (size or 6)
@@ -275,7 +258,7 @@ def dies_at_look(number: float, looks: list[int], look: Callable) -> Callable:
 @pytest.mark.parametrize(
     "noise", [("--copies", 2, "--kappa", 0.001), ("--copies", 1, "--permanent-noise", 0.05, "--kappa", 0)]
 )
-@pytest.mark.parametrize("options", [(), ("--lora-rank", 4), ("--training-noise", 0.05)])
+@pytest.mark.parametrize("options", [(), ("--lora", "rank=4")])
 def test_a_training_killed_at_a_look_is_the_same_training(
     mpu: Callable, tmp_path: Path, demo: DemoModel, monkeypatch: pytest.MonkeyPatch, noise: tuple, options: tuple
 ) -> None:
@@ -283,7 +266,7 @@ def test_a_training_killed_at_a_look_is_the_same_training(
     mpu("publish", demo.model, *noise, cwd=tmp_path)
     # So much can never be kept, so that there are several looks.
     train = ("unlearn", "copy_1", "--forget", demo.forget, "--retain", demo.retain, "--max-steps", 40,
-             "--min-kept", 1.5, "--resume", "--checkpoint-steps", 5, "--alone", *options)  # fmt: skip
+             "--goal", "min_kept=1.5", "--resume", "--training", "checkpoint_steps=5", "--alone", *options)  # fmt: skip
     look, steps = stopping.Scorer.look, []
     results = {}
     for killed_at in (math.inf, 1, -1):

@@ -46,7 +46,7 @@ class TestRelease:
         assert stat.S_IMODE(target.stat().st_mode) == 0o600
         for line in target.read_text().splitlines():
             assert "Ada Lovelace" in json.loads(line)["question"]
-        refused = mpu("surrogate", copy, "--dp-budget", 1.9, "--out", "second.jsonl", check=False, cwd=tmp_path)
+        refused = mpu("surrogate", copy, "--dp", "budget=1.9", "--out", "second.jsonl", check=False, cwd=tmp_path)
         assert refused.status == 1
         assert refused.is_one_error
         assert "--dp-budget 1.9" in refused.err
@@ -56,7 +56,7 @@ class TestRelease:
     @pytest.mark.slow
     def test_the_function_does_what_the_command_does(self, mpu: Callable, copy: Path, tmp_path: Path) -> None:
         """The same records, release and entry in the ledger; terms that are certain, because 40 records have them."""
-        command = mpu("surrogate", copy, "--dp-epsilon", 2, "--prompts-per-term", 5, "--out", "a.jsonl", cwd=tmp_path)
+        command = mpu("surrogate", copy, "--dp", "epsilon=2", "--prompts-per-term", 5, "--out", "a.jsonl", cwd=tmp_path)
         surrogates = mpu_cli.surrogate(
             copy, forget=str(tmp_path / "forget.jsonl"), out=tmp_path / "b.jsonl", dp_epsilon=2, prompts_per_term=5
         )
@@ -95,12 +95,12 @@ class TestRelease:
         [
             (["--prompts", "bad.txt"], "'Who?' lacks {term}"),
             (["--prompts", "missing.txt"], "cannot read the prompts"),
-            (["--dp-epsilon", "1e-9", "--terms", 100], "no threshold achieves this"),
+            (["--dp", "epsilon=1e-9", "--terms", 100], "no threshold achieves this"),
             (["--term-column", "subject"], "subject"),
             (["--forget", "odd.jsonl", "--term-column", "who"], "--term-column holds no name"),
-            (["--date", "foo"], "date"),
+            (["--reading", "date=foo"], "date"),
             (["--device", "cuda:7"], "cuda:7"),
-            (["--turns", "all"], "--dp-unit"),
+            (["--reading", "turns=all"], "--dp-unit"),
             (["--forget", "missing.jsonl"], "missing.jsonl"),
         ],
     )
@@ -131,7 +131,7 @@ class TestRelease:
         assert epsilon_of(read_ledger(default_ledger_path()), 1e-5) == pytest.approx(1.0)
         mpu("unlearn", copy, *train, "--out", "2.safetensors", cwd=tmp_path)
         assert epsilon_of(read_ledger(default_ledger_path()), 1e-5) == float("inf")
-        refused = mpu("unlearn", copy, *train, "--public-records", "--dp-epsilon", 1, check=False, cwd=tmp_path)
+        refused = mpu("unlearn", copy, *train, "--public-records", "--dp", "epsilon=1", check=False, cwd=tmp_path)
         assert "--public-records does not work with --dp-epsilon" in refused.err
         for named in ([], ["--forget", "surrogate.jsonl"]):  # otherwise the private files beside it are read
             mpu("unlearn", copy, *named, "--public-records", fails="where private records are expected", cwd=tmp_path)
@@ -174,7 +174,7 @@ def test_the_servers_model_forgets_the_people(mpu: Callable, tmp_path: Path) -> 
     (tmp_path / "public.jsonl").write_text("".join(json.dumps(row) + "\n" for row in public))
     forget = SHARED / "data/tofu/forget01.json"
     mpu("publish", SHARED / "models/full", "--copies", 2, "--kappa", 0.001, "--out", ".", cwd=tmp_path)
-    mpu("surrogate", "copy_1", "--forget", forget, "--public", "public.jsonl", "--dp-epsilon", 4, cwd=tmp_path)
+    mpu("surrogate", "copy_1", "--forget", forget, "--public", "public.jsonl", "--dp", "epsilon=4", cwd=tmp_path)
     mpu("unlearn", "copy_1", "copy_2", "--forget", "surrogate.jsonl", "--public-records", "--retain", "public.jsonl",
         "--epochs", 4, cwd=tmp_path)  # fmt: skip
     mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "new", cwd=tmp_path)
@@ -201,9 +201,9 @@ def test_what_one_record_says_is_not_released_for_being_repeated(mpu: Callable, 
     row = json.dumps({"question": "w5", "answer": "Zorvath Quillam w6"})
     with (tmp_path / "shared.jsonl").open("a") as file:
         file.write(f"{row}\n" * 60)
-    outcome = mpu("surrogate", copy, "--forget", "shared.jsonl", "--dp-epsilon", 2, "--dry-run", cwd=tmp_path)
+    outcome = mpu("surrogate", copy, "--forget", "shared.jsonl", "--dp", "epsilon=2", "--dry-run", cwd=tmp_path)
     assert "59 of 100 records repeat others" in outcome.err
-    mpu("surrogate", copy, "--forget", "shared.jsonl", "--dp-epsilon", 2, "--prompts-per-term", 1, cwd=tmp_path)
+    mpu("surrogate", copy, "--forget", "shared.jsonl", "--dp", "epsilon=2", "--prompts-per-term", 1, cwd=tmp_path)
     released = (tmp_path / "surrogate.jsonl").read_text()
     assert "Ada Lovelace" in released
     assert "Quillam" not in released

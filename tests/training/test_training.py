@@ -58,7 +58,7 @@ def options_of(folder, **entries):
     return from_flat(Unlearning, {name: str(folder / f"{name}.jsonl") for name in ("forget", "retain")} | entries)
 
 
-TRAINING = ["--algo", "npo", "--template", "plain", "--lr", "1e-3", "--batch-size", "3", "--epochs", "4"]
+TRAINING = ["--algo", "npo", "--reading", "template=plain", "--lr", "1e-3", "--batch-size", "3", "--epochs", "4"]
 
 
 BLOCKWISE = ["--optim", "adamw-blockwise"]
@@ -71,7 +71,7 @@ BLOCKWISE = ["--optim", "adamw-blockwise"]
         ["--optim", "adamw"],
         pytest.param(["--algo", "pdu"], marks=pytest.mark.slow),  # whose α is part of a checkpoint
         pytest.param([*BLOCKWISE, "--precision", "bfloat16"], marks=pytest.mark.exhaustive),
-        pytest.param(["--lora-rank", "2"], marks=pytest.mark.exhaustive),
+        pytest.param(["--lora", "rank=2"], marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_killed_run_resumes_to_the_same_delta(mpu, folder, more):
@@ -79,7 +79,7 @@ def test_a_killed_run_resumes_to_the_same_delta(mpu, folder, more):
     options = [*TRAINING, *more, "--epochs", "40", "--log", "log.jsonl"]  # 120 steps
     mpu("unlearn", "base", *options, "--out", "whole.safetensors", cwd=folder)
     (folder / "log.jsonl").unlink()
-    arguments = ["unlearn", "base", *options, "--resume", "--checkpoint-steps", "10"]
+    arguments = ["unlearn", "base", *options, "--resume", "--training", "checkpoint_steps=10"]
     log = folder / "log.jsonl"
     stop_when(arguments, lambda: log.exists() and log.read_text().count("\n") >= 25, cwd=folder)
     assert (folder / "deltas/base.safetensors.resume").is_dir()
@@ -101,7 +101,10 @@ def test_a_killed_run_resumes_to_the_same_delta(mpu, folder, more):
 
 def test_the_multiplier_of_pdu_is_that_of_its_constraint(mpu, folder):
     """Read from the log: α starts at 1 and, after each step, rises by η for each nat above ε, and never below 0."""
-    constants = ["--retain-limit", "5.5", "--dual-rate", "0.8"]  # the limit is near the loss: α goes down and up again
+    constants = [
+        "--constants",
+        "retain_limit=5.5,dual_rate=0.8",
+    ]  # the limit is near the loss: α goes down and up again
     mpu("unlearn", "base", *TRAINING, "--algo", "pdu", *constants, "--epochs", "6", "--log", "log.jsonl", cwd=folder)
     alpha, alphas = 1.0, [1.0]
     for line in (folder / "log.jsonl").read_text().splitlines():
@@ -144,7 +147,7 @@ def test_checkpoints_of_something_else_are_refused(mpu, folder):
 @pytest.mark.slow
 def test_checkpoints_of_another_model_are_refused(mpu, folder):
     """With the same names, shapes and size: only the weights differ."""
-    arguments = ["unlearn", "base", *TRAINING, "--epochs", "400", "--resume", "--checkpoint-steps", "5"]
+    arguments = ["unlearn", "base", *TRAINING, "--epochs", "400", "--resume", "--training", "checkpoint_steps=5"]
     stop_when(arguments, lambda: list(folder.glob("deltas/*.resume/checkpoint-*")), cwd=folder)
     save(random_model("llama", seed=7), folder / "base")
     mpu(*arguments, fails="different copy, records or options", status=1, cwd=folder)
@@ -161,12 +164,12 @@ def launch(folder: Path, processes: int, *arguments: str) -> subprocess.Complete
     return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
-RMU = ["--algo", "rmu", "--layer", "0"]  # its losses use no weights beyond that layer
+RMU = ["--algo", "rmu", "--constants", "layer=0"]  # its losses use no weights beyond that layer
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "more", [[], *(pytest.param(m, marks=pytest.mark.exhaustive) for m in (["--lora-rank", "2"], RMU))]
+    "more", [[], *(pytest.param(m, marks=pytest.mark.exhaustive) for m in (["--lora", "rank=2"], RMU))]
 )
 def test_two_processes_give_the_delta_of_one(mpu, folder, more):
     """gloo on CPU; batches of 3 over two processes, so that one has less to do than the other."""
@@ -239,7 +242,7 @@ def launch_sharded(folder: Path, accelerate: dict[str, str], *options: str) -> t
     "more",
     [
         ["--optim", "adamw-blockwise"],
-        pytest.param(["--lora-rank", "2", "--optim", "sgd"], marks=pytest.mark.exhaustive),
+        pytest.param(["--lora", "rank=2", "--optim", "sgd"], marks=pytest.mark.exhaustive),
     ],
 )
 def test_fsdp_gives_the_delta_of_one_process(mpu, folder, more):
@@ -317,7 +320,7 @@ def test_bitsandbytes_adamw_is_adamw(mpu, folder):
 
 def test_lion_takes_signs(mpu, folder):
     """Every weight with a gradient moves by the learning rate in the first step (Chen et al., 2023)."""
-    options = [*TRAINING, "--optim", "lion", "--epochs", "1", "--batch-size", "7", "--weight-decay", "0"]
+    options = [*TRAINING, "--optim", "lion", "--epochs", "1", "--batch-size", "7", "--training", "weight_decay=0"]
     mpu("unlearn", "base", *options, "--out", "lion.safetensors", cwd=folder)
     moved = torch.cat([t.flatten() for t in load_file(folder / "lion.safetensors").values()]).abs()
     assert float((torch.isclose(moved, torch.tensor(1e-3), rtol=1e-3) | (moved == 0)).float().mean()) > 0.999
@@ -343,13 +346,13 @@ def test_steps_after_the_checkpoint_leave_the_log(tmp_path):
 
 def test_report_to_tensorboard(mpu, folder):
     pytest.importorskip("tensorboard")
-    mpu("unlearn", "base", *TRAINING, "--report-to", "tensorboard", cwd=folder)
+    mpu("unlearn", "base", *TRAINING, "--training", "report_to=tensorboard", cwd=folder)
     assert list((folder / "runs").rglob("events.out.tfevents.*"))
 
 
 @pytest.mark.slow
 def test_gradient_checkpointing_changes_nothing(mpu, folder):
-    for name, more in (("a", []), ("b", ["--gradient-checkpointing"])):
+    for name, more in (("a", []), ("b", ["--training", "gradient_checkpointing"])):
         mpu("unlearn", "base", *TRAINING, "--precision", "float64", *more, "--out", f"{name}.safetensors", cwd=folder)
     a, b = load_file(folder / "a.safetensors"), load_file(folder / "b.safetensors")
     for name, tensor in a.items():
@@ -358,10 +361,10 @@ def test_gradient_checkpointing_changes_nothing(mpu, folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("more", [[], ["--lora-rank", "2"], ["--precision", "mixed"]])
+@pytest.mark.parametrize("more", [[], ["--lora", "rank=2"], ["--precision", "mixed"]])
 def test_compiled_layers_give_the_same_delta(mpu, folder, more):
     """To rounding, over batches of several lengths; with SGD, whose steps are as exact as the gradients."""
-    for name, compiled in (("a", []), ("b", ["--compile"])):
+    for name, compiled in (("a", []), ("b", ["--training", "compile"])):
         torch._dynamo.reset()
         mpu("unlearn", "base", *TRAINING, "--optim", "sgd", "--lr", 1e-2, *more, *compiled, "--out",
             f"{name}.safetensors", cwd=folder)  # fmt: skip
@@ -379,12 +382,12 @@ def test_layers_that_cannot_be_compiled_are_one_error(mpu, folder, shell, monkey
     compiler = folder / "g++"
     compiler.write_text("#!/bin/sh\nexit 1\n")
     compiler.chmod(0o755)
-    command = shlex.join(["mpu", "unlearn", "base", *TRAINING, "--compile", "--quiet"])
+    command = shlex.join(["mpu", "unlearn", "base", *TRAINING, "--training", "compile", "--quiet"])
     refused = shell(f"TORCHINDUCTOR_CACHE_DIR=cache CXX={compiler} {command}")
     assert (refused.returncode, "mpu: error: --compile: " in refused.stderr) == (1, True), refused.stderr
     assert not (folder / "deltas/base.safetensors").exists()
     monkeypatch.setattr(execution, "COMPILER", "no-such-compiler")
-    mpu("unlearn", "base", *TRAINING, "--compile", refused="needs a C++ compiler", cwd=folder)
+    mpu("unlearn", "base", *TRAINING, "--training", "compile", refused="needs a C++ compiler", cwd=folder)
 
 
 @pytest.mark.parametrize(
@@ -416,14 +419,34 @@ def test_a_step_reads_both_sets_in_one_pass(folder, monkeypatch, options, passes
 
 @pytest.mark.slow
 def test_warm_up_lowers_the_first_steps(mpu, folder):
-    options = [*TRAINING[:-2], "--epochs", "1", "--optim", "sgd", "--weight-decay", "0", "--precision", "float64"]
+    options = [
+        *TRAINING[:-2],
+        "--epochs",
+        "1",
+        "--optim",
+        "sgd",
+        "--training",
+        "weight_decay=0",
+        "--precision",
+        "float64",
+    ]
     outcomes = [
-        mpu("unlearn", "base", *options, "--warmup-steps", steps, "--out", f"w{steps}", "--json", cwd=folder)
+        mpu(
+            "unlearn",
+            "base",
+            *options,
+            "--training",
+            f"warmup_steps={steps}",
+            "--out",
+            f"w{steps}",
+            "--json",
+            cwd=folder,
+        )
         for steps in (0, 100)
     ]
     assert outcomes[1].json["norm"] < 0.05 * outcomes[0].json["norm"]
-    dry = mpu("unlearn", "base", *options, "--warmup-steps", 100, "--out", "w", "--dry-run", cwd=folder)
-    learned = ("finetune", "base", "--data", "forget.jsonl", "--epochs", 1, "--warmup-steps", 100)
+    dry = mpu("unlearn", "base", *options, "--training", "warmup_steps=100", "--out", "w", "--dry-run", cwd=folder)
+    learned = ("finetune", "base", "--data", "forget.jsonl", "--epochs", 1, "--training", "warmup_steps=100")
     finetuned = [mpu(*learned, *more, cwd=folder) for more in (["--dry-run"], [])]
     for outcome in (outcomes[1], dry, *finetuned):
         assert outcome.err.count("its rate never gets to --lr") == 1
@@ -433,15 +456,15 @@ def test_warm_up_lowers_the_first_steps(mpu, folder):
 def test_a_linear_schedule_is_steps_of_falling_rates(mpu, folder):
     """Two steps of SGD on all records are one at the rate and, from there, one at half of it."""
     options = [
-        "--algo", "gradascent", "--forget", "forget.jsonl", "--optim", "sgd", "--weight-decay", 0,
-        "--precision", "float64", "--template", "plain", "--batch-size", 100,
+        "--algo", "gradascent", "--forget", "forget.jsonl", "--optim", "sgd", "--training", "weight_decay=0",
+        "--precision", "float64", "--reading", "template=plain", "--batch-size", 100,
     ]  # fmt: skip
 
     def change(model, out, *more):
         mpu("unlearn", model, *options, *more, "--out", out, cwd=folder)
         return load_file(folder / out)
 
-    both = change("base", "both.safetensors", "--epochs", 2, "--lr", 1e-2, "--lr-scheduler", "linear")
+    both = change("base", "both.safetensors", "--epochs", 2, "--lr", 1e-2, "--training", "lr_scheduler=linear")
     first = change("base", "first.safetensors", "--epochs", 1, "--lr", 1e-2)
     shutil.copytree(folder / "base", folder / "stepped")
     weights = load_file(folder / "base/model.safetensors")
@@ -480,7 +503,7 @@ def test_micro_batches_pad_little() -> None:
 def test_an_interrupt_says_what_is_kept(folder, resume):
     """And how to go on."""
     kept_in, log = folder / "deltas/base.safetensors.resume", folder / "log.jsonl"
-    options = [*TRAINING, "--epochs", "400", *(["--resume", "--checkpoint-steps", "5"] if resume else [])]
+    options = [*TRAINING, "--epochs", "400", *(["--resume", "--training", "checkpoint_steps=5"] if resume else [])]
     done = stop_when(
         ["unlearn", "base", *options, "--log", "log.jsonl"],
         lambda: last_checkpoint(kept_in) if resume else log.exists() and log.stat().st_size > 500,
@@ -636,7 +659,17 @@ def test_a_checkpoint_without_room_ends_nothing(mpu, folder):
     options = [*TRAINING, "--epochs", "2"]
     mpu("unlearn", "base", *options, "--out", "whole.safetensors", cwd=folder)
     size = (folder / "base/model.safetensors").stat().st_size
-    command = [sys.executable, "-m", "mpu_cli", "unlearn", "base", *options, "--resume", "--checkpoint-steps", "2"]
+    command = [
+        sys.executable,
+        "-m",
+        "mpu_cli",
+        "unlearn",
+        "base",
+        *options,
+        "--resume",
+        "--training",
+        "checkpoint_steps=2",
+    ]
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size * 3 // 2, size * 3 // 2))  # the weights, not Adam's state

@@ -10,7 +10,7 @@ from mpu_cli.errors import UsageError
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
 from mpu_cli.options.declare import group, option
-from mpu_cli.options.experiment import Experiment
+from mpu_cli.options.experiment import UNLEARN, Experiment
 from mpu_cli.options.unlearning import Goal, Stopping
 from mpu_cli.wording import in_bytes, in_time
 
@@ -38,7 +38,7 @@ class Run(Command):
 
     experiment: Experiment = group(Experiment)
     goal: Goal = group(Goal)
-    stopping: Stopping = group(Stopping)
+    stopping: Stopping = group(Stopping, fold=UNLEARN)
     out: Path = option(Path("run"), "Parent folder of both parties' folders.", metavar="DIR")
     until_pass: bool = option(
         False,
@@ -70,7 +70,7 @@ class Run(Command):
 
     def _check_goal(self) -> None:
         if not self.until_pass and (self.goal, self.stopping) != (Goal(), Stopping()):
-            raise UsageError("--max-left, --unseen and the other options of the goal need --until-pass")
+            raise UsageError("--goal max_left, --unseen and the other options of the goal need --until-pass")
 
     def preview(self, observer: Observer) -> Report:
         """The rounds, what passes between the parties, and about how long training takes."""

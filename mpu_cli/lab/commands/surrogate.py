@@ -28,7 +28,7 @@ class Surrogate(Command):
     """
 
     NAME: ClassVar[str] = "surrogate"
-    EXAMPLE: ClassVar[str] = "mpu surrogate copy_1 --forget forget.jsonl --public public.jsonl --dp-epsilon 2"
+    EXAMPLE: ClassVar[str] = "mpu surrogate copy_1 --forget forget.jsonl --public public.jsonl --dp epsilon=2"
     DRY_RUN: ClassVar[str] = "Check everything, print what the release would protect, and spend nothing."
 
     copy: str = option(

@@ -48,7 +48,7 @@ def benchmark_of(options: Measuring, log: RetainLog | None, observer: Observer =
         raise UsageError(f"--attacks: not for --benchmark {chosen}, only for {' and '.join(ATTACKED)}")
     data_dir = named.reading.data_dir
     if data_dir and not data_dir.is_dir():
-        raise MpuError(f"--data-dir {data_dir}: no such directory")
+        raise MpuError(f"--reading data_dir {data_dir}: no such directory")
     if chosen == "qa":
         benchmark = own.of_options(options, log, observer)
     elif named.names_records:

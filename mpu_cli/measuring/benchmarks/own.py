@@ -19,7 +19,7 @@ from mpu_cli.records.read import parsed_rows, report_rows
 SETS = ("forget", "retain", "holdout")  # as OpenUnlearning calls them
 TRUTH_RATIO_FIELDS = ("paraphrased_answer", "perturbed_answer")
 
-Question = tuple[Row, Record]  # a row and a record in it; a dialogue has several with --turns all
+Question = tuple[Row, Record]  # a row and a record in it; a dialogue has several with --reading turns=all
 ASKS_NOTHING = "some of the records are texts, which ask nothing"
 
 
