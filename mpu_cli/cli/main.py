@@ -53,7 +53,7 @@ from mpu_cli.lab.commands.sweep import Sweep
 from mpu_cli.lab.commands.trace import Trace
 from mpu_cli.lab.commands.tune import Tune
 from mpu_cli.options.command import Command
-from mpu_cli.options.declare import OTHER_NAMES
+from mpu_cli.options.declare import OTHER_NAMES, declared_options
 from mpu_cli.version import __version__
 from mpu_cli.wording import printable
 
@@ -153,10 +153,10 @@ def main(arguments: list[str] | None = None) -> None:
         context = getattr(error, "ctx", None)
         status = error.exit_code
         unknown = str(getattr(error, "option_name", "")).removeprefix("--").replace("-", "_")
-        if unknown in OTHER_NAMES and context and hasattr(error, "possibilities"):
-            meant = {flag for parameter in context.command.params for flag in parameter.opts}
-            meant &= {f"--{OTHER_NAMES[unknown].replace('_', '-')}"}
-            error.possibilities = [*meant] or error.possibilities
+        if context and context.command.name in COMMANDS and hasattr(error, "possibilities"):
+            declared = declared_options(COMMANDS[context.command.name])
+            if meant := declared.get(OTHER_NAMES.get(unknown, unknown)):
+                error.possibilities = [f"{meant.flag}={meant.metavar or 'VALUE'}" if meant.fold else meant.flag]
         if text := error.format_message():
             text = naming_variables(text.rstrip("."), arguments, os.environ)
             _fail(text, debug, f"see '{context.command_path if context else 'mpu'} --help'")

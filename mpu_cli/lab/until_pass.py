@@ -1,4 +1,4 @@
-"""``mpu run --until-pass``: publish, unlearn, aggregate and check, and on from the checked copy, until it is a pass.
+"""``mpu run`` until it is a pass: publish, unlearn, aggregate and check, and on from the checked copy.
 
 DIR/server/round_R/keys.bin, deltas/, model
 DIR/client/round_R/copy_K   of round R + 1, the copies on which the client checks the model of round R
@@ -49,18 +49,15 @@ def run_until_pass(
     """Play both parties, as their commands would, until the client's verdict is a pass, or one that another round makes
     no better, or for as many rounds as ``experiment`` has, MOST_ROUNDS by default. What was interrupted goes on.
 
-    Raises UsageError for an experiment that is not the protocol, or whose trainings have a fixed length; MpuError if
-    ``folder`` holds something else.
+    ``experiment``: one that ``stops_when_done``. Raises UsageError for options that only a fixed number of rounds has,
+    MpuError if ``folder`` holds something else.
     """
-    if experiment.mode != "mpu" or experiment.launch:
-        raise UsageError("--until-pass: plays the protocol in one process", "leave out --mode and --launch")
-    if experiment.unlearning.epochs is not None or experiment.unlearning.privacy.dp_epsilon is not None:
-        raise UsageError("--until-pass: trains until it is done", "leave out --epochs and --dp epsilon")
     declarations = declared_options(Experiment)
     for name in UNUSED:
         if getattr(experiment, name) != declarations[name].default:
-            flag = declarations[name].flag
-            raise UsageError(f"--until-pass: plays the commands, which have no {flag}", "leave it out")
+            raise UsageError(
+                f"{declarations[name].flag}: needs a fixed number of epochs", "add --epochs, or leave it out"
+            )
     experiment.server_rate.check_step()
     facts = facts_of(experiment, read_dataset(experiment.unlearning))
     begin(folder, {**facts, "until": {**asdict(goal), **asdict(stopping)}})

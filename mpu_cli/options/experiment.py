@@ -35,7 +35,12 @@ class Experiment(Options):
         "mpu: the protocol; clean: unlearning on the model itself, uninterrupted, for as many epochs as all rounds "
         "have; clean-rounds: the same in rounds, each with a new optimiser; noised: one copy with permanent noise.",
     )
-    rounds: int | None = option(None, "Number of rounds (default: the paper's for the algorithm).", least=1)
+    rounds: int | None = option(
+        None,
+        "Number of rounds, at most (default: 3 where training stops when it is done, else the paper's for the "
+        "algorithm).",
+        least=1,
+    )
     launch: str | None = option(
         None,
         "Start each training with this command, on several processes: 'accelerate launch --num_processes 4 -m' or "
@@ -60,3 +65,9 @@ class Experiment(Options):
     stored: Stored = group(Stored, fold=PUBLISH)
     server_rate: ServerRate = group(ServerRate, fold=AGGREGATE)
     unlearning: Unlearning = group(Unlearning, fold=UNLEARN, apart=USUAL)
+
+    @property
+    def stops_when_done(self) -> bool:
+        """Whether each round trains until the records are forgotten, in place of a number of epochs."""
+        fixed = self.unlearning.epochs is not None or self.unlearning.privacy.dp_epsilon is not None
+        return self.mode == "mpu" and not self.launch and not fixed

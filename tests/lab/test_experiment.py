@@ -260,7 +260,7 @@ class TestRun:
 
     @pytest.mark.slow
     def test_what_is_wrong_is_known_before_anything_is_made(self, mpu: Callable, root: Path) -> None:
-        for wrong in (("--epochs", 0), ("--server-lr", "nan"), ("--secret-seed", -1), ("--kappa", -1)):
+        for wrong in (("--epochs", 0), ("--aggregate", "server_lr=nan"), ("--secret-seed", -1), ("--kappa", -1)):
             refused = mpu("run", "base", *TRAINING, "--rounds", 1, *wrong, "--out", "out", cwd=root, check=False)
             assert refused.status == 2
             assert refused.is_one_error
@@ -275,7 +275,7 @@ class TestRun:
         mpu(*command, "--kappa", 0.3, cwd=root, fails="experiment.kappa not set → 0.3", status=1)
         (root / "mine").mkdir()
         (root / "mine" / "thesis.txt").write_text("all of it")
-        assert "holds no experiment" in mpu("run", "base", "--out", "mine", cwd=root, check=False).err
+        assert "holds no experiment" in mpu("run", "base", *TRAINING, "--out", "mine", cwd=root, check=False).err
 
     @pytest.mark.slow
     def test_what_each_party_holds(self, mpu: Callable, root: Path) -> None:
@@ -308,9 +308,9 @@ class TestRun:
             (("--copies", 1), 2, "has to be permanent"),
             (("--rounds", 0), 2, "at least 1"),
             (("--forget", "none.jsonl"), 1, "none.jsonl"),
-            (("--alphas", "1,two"), 2, "comma-separated numbers"),
-            (("--copies", 2, "--alphas", "1,2,3"), 2, "3 numbers for 2 copies"),
-            (("--nodes", "1,1"), 2, "two copies at the same node"),
+            (("--publish", "alphas=1,two"), 2, "comma-separated numbers"),
+            (("--copies", 2, "--publish", "alphas=1,2,3"), 2, "3 numbers for 2 copies"),
+            (("--publish", "nodes=1,1"), 2, "two copies at the same node"),
             (("--kappa", "-1"), 2, "at least 0"),
         ):
             mpu("run", "base", *arguments, "--out", "bad", cwd=root, refused=said, status=status)
@@ -717,15 +717,14 @@ def test_plan_counts(mpu: Callable, root: Path) -> None:
 
 
 class TestUntilPass:
-    """``mpu run --until-pass``: the commands of both parties, until the client's verdict is a pass."""
+    """``mpu run`` without --epochs: the commands of both parties, until the client's verdict is a pass."""
 
     @pytest.mark.slow
     def test_it_is_what_the_commands_say(self, mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
         """Its verdict is that of `mpu check` on the copies that it leaves, a second call goes on, a round that was cut
         off is made again alike, and with too few steps it ends without a pass."""
         records = ("--forget", demo.forget, "--retain", demo.retain)
-        run = ("run", demo.model, *records, "--until-pass", "--copies", 2, "--secret-seed", 3, "--unlearn",
-            "max_steps=4",
+        run = ("run", demo.model, *records, "--copies", 2, "--secret-seed", 3, "--unlearn", "max_steps=4",
                "--rounds", 1, "--json")  # fmt: skip
         first = mpu(*run, cwd=tmp_path, check=False)
         assert (first.status, first.json["passed"]) == (1, False)
@@ -742,15 +741,16 @@ class TestUntilPass:
         for name, tensor in load_file(model / "model.safetensors").items():
             assert torch.equal(tensor, weights[name])
         mpu(*run, "--kappa", 0.02, cwd=tmp_path, fails="holds a different experiment")
-        assert "need --until-pass" in mpu("run", demo.model, *records, "--goal", "max_left=0.1", check=False).err
+        fixed = ("--epochs", 1, "--goal", "max_left=0.1")
+        mpu("run", demo.model, *records, *fixed, cwd=tmp_path, refused="stops when it is done", status=2)
 
     @pytest.mark.parametrize("option", [("--min-cosine", 0.9), ("--loss-reference", "round")])
     def test_what_no_command_has_is_refused(
         self, mpu: Callable, tmp_path: Path, demo: DemoModel, option: tuple
     ) -> None:
         """Instead of left out: --min-cosine says when a round must not count."""
-        run = ("run", demo.model, "--forget", demo.forget, "--retain", demo.retain, "--until-pass")
-        mpu(*run, *option, refused=f"which have no {option[0]}", status=2, cwd=tmp_path)
+        run = ("run", demo.model, "--forget", demo.forget, "--retain", demo.retain)
+        mpu(*run, *option, refused=f"{option[0]}: needs a fixed number of epochs", status=2, cwd=tmp_path)
         assert not list(tmp_path.iterdir())
 
     @pytest.mark.slow
@@ -759,9 +759,8 @@ class TestUntilPass:
         unseen = tmp_path / "unseen.jsonl"  # without, what is left may be what anybody guesses
         unseen.write_text("".join(json.dumps(row) + "\n" for person in make_people(12, 0)[10:] for row in person))
         records = ("--forget", demo.forget, "--retain", demo.retain, "--unseen", unseen)
-        done = mpu("run", demo.model, *records, "--until-pass", "--copies", 2, "--unlearn", "max_steps=1",
-            "--json", cwd=tmp_path,
-                   check=False)  # fmt: skip
+        done = mpu("run", demo.model, *records, "--copies", 2, "--unlearn", "max_steps=1",
+                   "--json", cwd=tmp_path, check=False)  # fmt: skip
         left = [verdict["left"]["estimate"] for verdict in done.json["verdicts"]]
         assert len(left) > 1
         assert left == sorted(left, reverse=True)

@@ -23,33 +23,27 @@ if TYPE_CHECKING:
 class Run(Command):
     """Rehearse an unlearning request: server and client on one machine, each in a folder of its own, for all rounds.
 
-    An interrupted run resumes where it left off. DIR/log.jsonl records what each step did. Prints the path of the last
-    round's model.
+    Trains until the records are forgotten, checks each round's model as the client would, and goes on from the checked
+    copies until it is a pass; exits with status 1 without one. With --epochs, another --mode or --unlearn dp_epsilon,
+    it plays a fixed number of rounds, and DIR/log.jsonl records what each step did. An interrupted run resumes where
+    it left off. Prints the path of the last round's model.
     """
 
     NAME: ClassVar[str] = "run"
-    EXAMPLE: ClassVar[str] = (
-        "mpu run my-model --pretrained public-model --forget forget.jsonl --retain retain.jsonl --until-pass"
-    )
+    EXAMPLE: ClassVar[str] = "mpu run my-model --pretrained public-model --forget forget.jsonl --retain retain.jsonl"
     ESSENTIAL: ClassVar[str] = (
-        "--algo --forget --retain --until-pass --mode --rounds --pretrained --kappa --copies --lr --epochs "
-        "--batch-size --out"
+        "--algo --forget --retain --mode --rounds --pretrained --kappa --copies --lr --epochs --batch-size --out"
     )
 
     experiment: Experiment = group(Experiment)
     goal: Goal = group(Goal)
     stopping: Stopping = group(Stopping, fold=UNLEARN)
     out: Path = option(Path("run"), "Parent folder of both parties' folders.", metavar="DIR")
-    until_pass: bool = option(
-        False,
-        "Train until it is done, check each round's model as the client would, and go on from the checked copies while "
-        "it is not forgotten, for at most --rounds (default: 3). Exits with status 1 without a pass.",
-    )
 
     def run(self, observer: Observer = SILENT) -> Outcome | Request:
-        """The last round's model; with ``until_pass``, and the verdicts of all rounds."""
+        """The last round's model, and the verdicts on the models of all rounds or the log of a fixed number of them."""
         self._check_goal()
-        if self.until_pass:
+        if self.experiment.stops_when_done:
             from mpu_cli.lab.until_pass import run_until_pass
 
             return run_until_pass(self.experiment, self.goal, self.stopping, self.out, observer)
@@ -59,7 +53,7 @@ class Run(Command):
         return run(self.experiment, read_dataset(self.experiment.unlearning), self.out, observer)
 
     def report(self, done: Outcome | Request, observer: Observer) -> Report:
-        if not self.until_pass:
+        if not self.experiment.stops_when_done:
             return Report([done.model], {"model": done.model, "log": done.log})  # type: ignore[union-attr]
         request: Request = done  # type: ignore[assignment]
         verdicts = [{**asdict(verdict), "verdict": verdict.sentence} for verdict in request.verdicts]
@@ -69,8 +63,11 @@ class Run(Command):
         return Report([request.model], document, status=0 if request.passed else 1)
 
     def _check_goal(self) -> None:
-        if not self.until_pass and (self.goal, self.stopping) != (Goal(), Stopping()):
-            raise UsageError("--goal max_left, --unseen and the other options of the goal need --until-pass")
+        if not self.experiment.stops_when_done and (self.goal, self.stopping) != (Goal(), Stopping()):
+            raise UsageError(
+                "--goal, --unseen and --unlearn max_steps are for a training that stops when it is done",
+                "leave out --epochs, --mode, --launch and --dp",
+            )
 
     def preview(self, observer: Observer) -> Report:
         """The rounds, what passes between the parties, and about how long training takes."""
