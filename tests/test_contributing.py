@@ -48,14 +48,16 @@ def put(source: str, how: str, line: str, block: str) -> str:
         end += 1
     indented = "".join(" " * indent + each if each.strip() else each for each in block.splitlines(keepends=True))
     first, last = {"above": (at, at), "below": (end, end), "in place of": (at, end)}[how]
-    separated = indented + "\n\n" if how == "above" and block.lstrip().startswith(("def", "@")) else indented
-    return "".join([*lines[:first], separated, *lines[last:]])
+    before = "".join(lines[:first])
+    if how == "above" and block.lstrip().startswith(("def", "@")):
+        before, indented = before.rstrip() + "\n\n\n", indented + "\n\n"
+    return "".join([before, indented, *lines[last:]])
 
 
 @pytest.mark.slow
 def test_each_recipe_does_what_it_says(tmp_path: Path) -> None:
     """An option, an algorithm, an optimiser, a metric, a form of records, a command and a wrapper that stays as it
-    is: all of them together, from the command line."""
+    is: all of them together, clean under ruff, from the command line."""
     shutil.copytree(ROOT / "mpu_cli", tmp_path / "mpu_cli", ignore=shutil.ignore_patterns("__pycache__"))
     for file, how, line, block in blocks():
         path = tmp_path / file
@@ -63,6 +65,13 @@ def test_each_recipe_does_what_it_says(tmp_path: Path) -> None:
             path.write_text(block)
         else:
             path.write_text(put(path.read_text(), how, line, block))
+
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    for linter in (("check",), ("format", "--check")):
+        checked = subprocess.run(
+            [sys.executable, "-m", "ruff", *linter, "."], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert checked.returncode == 0, checked.stdout
 
     def mpu(*arguments: object) -> dict:
         command = [sys.executable, "-m", "mpu_cli", *map(str, arguments), "--json"]
