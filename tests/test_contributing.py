@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -56,8 +55,8 @@ def put(source: str, how: str, line: str, block: str) -> str:
 
 @pytest.mark.slow
 def test_each_recipe_does_what_it_says(tmp_path: Path) -> None:
-    """An option, an algorithm, an optimiser, a metric, a form of records, a command and a wrapper that stays as it
-    is: all of them together, clean under ruff, from the command line."""
+    """An option, an algorithm, an optimiser, a metric, a form of records, a command, a benchmark and a wrapper that
+    stays as it is: all of them together, clean under ruff, from the command line."""
     shutil.copytree(ROOT / "mpu_cli", tmp_path / "mpu_cli", ignore=shutil.ignore_patterns("__pycache__"))
     for file, how, line, block in blocks():
         path = tmp_path / file
@@ -96,4 +95,24 @@ def test_each_recipe_does_what_it_says(tmp_path: Path) -> None:
     mpu("eval", base, "--benchmark", "qa", "--forget", "asked.jsonl", "--out", "eval.json")
     metrics = json.loads((tmp_path / "eval.json").read_text())["metrics"]
     losses = [row["avg_loss"] for row in metrics["forget_Q_A_Prob"]["value_by_index"].values()]
-    assert metrics["forget_perplexity"]["agg_value"] == pytest.approx(math.exp(sum(losses) / len(losses)))
+    assert metrics["forget_largest_loss"]["agg_value"] == pytest.approx(max(losses))
+    folder = tmp_path / "trivia"
+    folder.mkdir()
+    for name in ("forget", "retain", "forget_perturbed"):
+        shutil.copy(tmp_path / "plain.jsonl", folder / f"{name}.jsonl")
+    trivia = mpu(
+        "eval",
+        base,
+        "--benchmark",
+        "trivia",
+        "--reading",
+        f"data_dir={folder}",
+        "--attacks",
+        "context",
+        "--out",
+        "t.json",
+    )
+    as_tofu = ("--benchmark", "tofu", "--forget-split", "forget", "--metrics", "forget_Q_A_Prob")
+    tofu = mpu("eval", base, *as_tofu, "--reading", f"data_dir={folder}", "--out", "tofu.json")
+    assert trivia["metrics"]["forget_Q_A_Prob"] == tofu["metrics"]["forget_Q_A_Prob"]
+    assert "forget_Q_A_Prob_in_retain_context" in trivia["metrics"]

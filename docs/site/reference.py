@@ -241,13 +241,13 @@ ARROWS = {"up": "↑", "down": "↓", "zero": "→ 0", "retain": "→ retain"}
 
 def metrics_page() -> str:
     """The page, Markdown."""
-    from mpu_cli.measuring.benchmarks import ATTACKED, BENCHMARKS, known_metrics
+    from mpu_cli.measuring.benchmarks import examples, known_metrics
 
-    example_benchmarks = {name: benchmark.example() for name, benchmark in BENCHMARKS.items()}
     lines = []
     for name, metric in known_metrics().items():
-        where = [at for at, benchmark in example_benchmarks.items() if name in benchmark.metrics]
-        where = where or list(ATTACKED)  # forget_quality, which needs a retain log, and what --attacks measure
+        where = [at for at, benchmark in examples().items() if name in benchmark.metrics]
+        if not where:  # forget_quality, which needs a retain log, and what --attacks measure
+            where = [at for at, benchmark in examples().items() if benchmark.has_questions_to_forget]
         lines.append(f"| `{name}` | {ARROWS[metric.goal]} | {metric.says.removesuffix('.')} | {', '.join(where)} |")
     return METRICS_INTRODUCTION + "\n".join(lines) + "\n"
 

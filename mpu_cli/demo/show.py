@@ -21,7 +21,7 @@ from mpu_cli.demo.model import Row, make_model, make_people, make_tokenizer
 from mpu_cli.errors import MpuError
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.lab.rounds import run
-from mpu_cli.measuring.benchmarks.own import own_records, read_own
+from mpu_cli.measuring.benchmarks.qa import own_records, read_own
 from mpu_cli.measuring.evaluate import evaluate
 from mpu_cli.measuring.metrics import DOWN, RELEARNED, MetricResult
 from mpu_cli.measuring.metrics import RETAIN as TOWARDS_RETAIN

@@ -135,6 +135,9 @@ def content_probability(split: str) -> Metric:
     return Metric((f"{split}.answer",), make, _of_knowledge(split))
 
 
+ASKS_NOTHING = "some of the records are texts, which ask nothing"
+
+
 def unavailable(reason: str) -> Metric:
     """A metric that cannot be computed here, and why."""
     return Metric((), lambda _findings, _forms: no_value(reason))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from mpu_cli.options.declare import Fold, Options, group, option
-from mpu_cli.options.names import ATTACKS
+from mpu_cli.options.names import ATTACKS, BENCHMARKS
 from mpu_cli.options.publishing import StoredDtype
 from mpu_cli.options.unlearning import DEVICE, Goal, Prompts, Quantization, RecordFormat
 
@@ -20,10 +20,11 @@ class BenchmarkOptions(Options):
 
     PANEL: ClassVar[str] = "Records"
 
-    benchmark: Literal["tofu", "muse", "wmdp", "qa"] | None = option(
+    benchmark: str | None = option(
         None,
         "TOFU, MUSE, WMDP with MMLU beside it (both by EleutherAI's harness), or your own questions and answers "
         "(default: qa where records are named, muse where a corpus is, else tofu).",
+        choices=BENCHMARKS,
     )
     forget_split: str | None = option(None, "TOFU forget split (default: forget10).", metavar="SPLIT")
     corpus: Literal["news", "books"] | None = option(None, "MUSE corpus (default: news).")
@@ -124,7 +125,7 @@ class Recovery(Options):
     attacks: tuple[str, ...] = option(
         (),
         f"Try to bring back what was forgotten, and measure how far that goes: {', '.join(ATTACKS)} (comma-separated; "
-        "tofu and qa).",
+        "for questions, as of tofu and qa).",
         metavar="NAMES",
     )
     samples: int = option(8, "sample: answers drawn for each question, of which the best counts.", least=1)

@@ -21,5 +21,8 @@ def keys_of(table: str, module: str) -> tuple[str, ...]:
 ALGORITHMS = keys_of("ALGORITHMS", "training/losses.py")
 RETAIN_TERMS = keys_of("RETAIN", "training/losses.py")
 OPTIMIZERS = keys_of("OPTIMIZERS", "training/optimizers.py")
+BENCHMARKS = tuple(
+    sorted(path.stem for path in (PACKAGE / "measuring/benchmarks").glob("[a-z]*.py") if path.stem != "base")
+)
 ATTACKS = keys_of("ATTACKS", "measuring/relearning.py")  # those that keep the weights first
 SYMMETRIES = (*keys_of("SYMMETRY_SETS", "model/family.py"), "none")

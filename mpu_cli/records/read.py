@@ -13,7 +13,7 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from glob import glob, has_magic
 from itertools import chain, islice
 from pathlib import Path
@@ -504,13 +504,31 @@ def rows_through_datasets(source: str, loader: str, **arguments: object) -> Rows
 
 HUB_PREFIX = "hub:"
 _HUB = re.compile(r"(?P<name>[\w.-]+/[\w.-]+)(@(?P<config>[\w.-]+))?(:(?P<split>[\w.-]+))?\Z")
-_BENCHMARK = re.compile(r"(?P<name>tofu|muse-news|muse-books|wmdp|wikitext):(?P<split>[\w.-]+)\Z")
-_HUB_NAMES = {
-    "tofu": "locuslab/TOFU", "muse-news": "muse-bench/MUSE-News", "muse-books": "muse-bench/MUSE-Books",
-    "wmdp": "cais/wmdp-corpora", "wikitext": "Salesforce/wikitext",
-}  # fmt: skip
 GATED = {"bio-forget-corpus": "cais/wmdp-bio-forget-corpus"}  # a repository of its own, on request
 SHORTEST = 50  # characters of a text of WMDP or WikiText: RMU's script leaves out shorter ones, headings mostly
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A benchmark's records on the Hub, which ``NAME:SPLIT`` stands for."""
+
+    name: str
+    repository: str
+    config: str | None = None  # that has all splits there; None: a split is a config with a training set
+    folder: str | None = None  # of a folder like the Hub's, where the splits of ``NAME:SPLIT`` are; also their config
+    shortest: int = 0  # characters of a text: shorter ones are left out
+
+
+CORPORA = {
+    corpus.name: corpus
+    for corpus in (
+        Corpus("tofu", "locuslab/TOFU"),
+        Corpus("muse-news", "muse-bench/MUSE-News", folder="raw"),
+        Corpus("muse-books", "muse-bench/MUSE-Books", folder="raw"),
+        Corpus("wmdp", "cais/wmdp-corpora", shortest=SHORTEST),
+        Corpus("wikitext", "Salesforce/wikitext", config="wikitext-2-raw-v1", shortest=SHORTEST),
+    )
+}
 
 
 def read_records(
@@ -577,10 +595,10 @@ def _rows_of_source(source: str | Path, reading: RecordFormat) -> Iterable[Row]:
         return _folder_rows(path, None, reading)
     if files := files_at(path):
         return _rows_of_files(files, reading)
-    if match := _BENCHMARK.match(str(source)):
-        config = "raw" if match["name"].startswith("muse") else None
-        return benchmark_rows(match["name"], match["split"], reading.data_dir, config)
     name = str(source)
+    corpus, _, of_corpus = name.partition(":")
+    if corpus in CORPORA and re.fullmatch(r"[\w.-]+", of_corpus):
+        return benchmark_rows(CORPORA[corpus], of_corpus, reading.data_dir, CORPORA[corpus].folder)
     if name.startswith(HUB_PREFIX):
         if match := _HUB.match(name.removeprefix(HUB_PREFIX)):
             return _rows_of_hub(match["name"], match["config"], match["split"])
@@ -653,45 +671,41 @@ def report_rows(source: str, rows: Sequence[Row], read_fields: set[str], observe
         )
 
 
-def benchmark_rows(name: str, split: str, data_dir: Path | None, config: str | None = None) -> list[Row]:
-    """The rows of one split of a benchmark, each with its place: ``DIR/SPLIT.json`` for TOFU, WMDP and WikiText,
-    ``DIR/CONFIG/SPLIT.json`` for MUSE, JSON or JSON lines, or the same from the Hub.
+def benchmark_rows(corpus: Corpus, split: str, data_dir: Path | None, config: str | None = None) -> list[Row]:
+    """The rows of one split of a benchmark, each with its place: ``DIR/SPLIT.json`` or, in a ``config``,
+    ``DIR/CONFIG/SPLIT.json``, JSON or JSON lines, or the same from the Hub.
 
     Raises MpuError if the split does not exist, listing those that do.
     """
     if data_dir and not data_dir.is_dir():
         raise MpuError(f"--reading data_dir {data_dir}: no such directory")
     if data_dir is None:
-        return _long_enough(name, _benchmark_of_hub(name, split, config))
+        return _long_enough(corpus, _rows_of_corpus(corpus, split, config))
     folder = data_dir / config if config else data_dir
     for suffix in (".json", ".jsonl"):
         if (folder / f"{split}{suffix}").is_file():
-            rows = _long_enough(name, file_rows(folder / f"{split}{suffix}"))
+            rows = _long_enough(corpus, file_rows(folder / f"{split}{suffix}"))
             if not rows:
                 raise MpuError(f"{folder / split}{suffix}: contains no records")
             return rows
     available = ", ".join(path.stem for path in visible(folder.glob("*.json*"))) or "none"
-    raise MpuError(f"{folder}: no split {split!r} of {name} (available: {available})")
+    raise MpuError(f"{folder}: no split {split!r} of {corpus.name} (available: {available})")
 
 
-def _benchmark_of_hub(name: str, split: str, config: str | None) -> Iterator[Row]:
-    if name == "wikitext":
-        return _rows_of_hub(_HUB_NAMES[name], "wikitext-2-raw-v1", split)
+def _rows_of_corpus(corpus: Corpus, split: str, config: str | None) -> Iterator[Row]:
     if split in GATED:
         return _rows_of_hub(GATED[split], None, "train")
-    if name not in _HUB_NAMES:
-        raise MpuError(f"{name}: not on the Hub", "name its folder with --reading data_dir")
-    return _rows_of_hub(_HUB_NAMES[name], config or split, split if config else "train")
+    if config := config or corpus.config:
+        return _rows_of_hub(corpus.repository, config, split)
+    return _rows_of_hub(corpus.repository, split, "train")
 
 
-def _long_enough(name: str, rows: Iterable[Row]) -> list[Row]:
+def _long_enough(corpus: Corpus, rows: Iterable[Row]) -> list[Row]:
     """``rows``, without the short texts of corpora that are lines of documents."""
-    if name not in ("wmdp", "wikitext"):
-        return list(rows)
     long_rows = []
     for location, row in rows:
         text = row.get("text") if isinstance(row, dict) else None
-        if not isinstance(text, str) or len(text) >= SHORTEST:
+        if not isinstance(text, str) or len(text) >= corpus.shortest:
             long_rows.append((location, row))
     return long_rows
 

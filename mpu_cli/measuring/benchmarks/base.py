@@ -77,6 +77,11 @@ class Benchmark:
     warnings: tuple[str, ...] = ()
 
     @property
+    def has_questions_to_forget(self) -> bool:
+        """Whether its forget set is questions, which attacks ask."""
+        return "forget_Q_A_Prob" in self.metrics
+
+    @property
     def attack_metrics(self) -> dict[str, Metric]:
         """The metrics of its attacks."""
         table: dict[str, Metric] = {}

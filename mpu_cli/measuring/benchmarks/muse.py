@@ -11,9 +11,10 @@ from mpu_cli.measuring import metrics
 from mpu_cli.measuring.benchmarks.base import Benchmark, Row, Split, forgetting, question_and_answer, questions, text_of
 from mpu_cli.measuring.encoding import Encoder, Item, OpenUnlearningEncoder
 from mpu_cli.measuring.retain import RetainLog
+from mpu_cli.observer import Observer
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.records.forms import Record, Turn
-from mpu_cli.records.read import benchmark_rows
+from mpu_cli.records.read import CORPORA, benchmark_rows
 
 KNOWLEDGE_STOPS = ("\n\n", "\nQuestion", "Question:")
 
@@ -22,7 +23,7 @@ def muse(corpus: str, data_dir: Path | None, retain: RetainLog | None) -> Benchm
     """MUSE (Shi et al., 2024), as OpenUnlearning measures it; ``corpus`` is news or books."""
 
     def rows(config: str, split: str) -> Callable[[], list[Row]]:
-        return partial(benchmark_rows, f"muse-{corpus}", split, data_dir, config)
+        return partial(benchmark_rows, CORPORA[f"muse-{corpus}"], split, data_dir, config)
 
     def knowledge(name: str) -> Split:
         shown = cache(rows("knowmem", f"{name}_qa_icl"))
@@ -66,9 +67,5 @@ def muse(corpus: str, data_dir: Path | None, retain: RetainLog | None) -> Benchm
     return Benchmark(f"muse-{corpus}", splits, table)
 
 
-def of_options(options: Measuring, log: RetainLog | None) -> Benchmark:
+def of_options(options: Measuring, log: RetainLog | None, _: Observer) -> Benchmark:
     return muse(options.benchmark.corpus or "news", options.benchmark.reading.data_dir, log)
-
-
-def example() -> Benchmark:
-    return muse("news", None, None)

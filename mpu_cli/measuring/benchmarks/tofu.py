@@ -9,8 +9,9 @@ from mpu_cli.errors import UsageError
 from mpu_cli.measuring import metrics
 from mpu_cli.measuring.benchmarks.base import Benchmark, Split, forget_quality, forgetting, questions
 from mpu_cli.measuring.retain import RetainLog
+from mpu_cli.observer import Observer
 from mpu_cli.options.evaluation import Measuring
-from mpu_cli.records.read import benchmark_rows
+from mpu_cli.records.read import CORPORA, benchmark_rows
 
 UTILITY = (
     "retain_Q_A_Prob", "retain_Q_A_ROUGE", "retain_Truth_Ratio",
@@ -31,7 +32,7 @@ def tofu(forget_split: str, data_dir: Path | None, retain: RetainLog | None) -> 
         "holdout": forget_split.replace("forget", "holdout"),
     }
     splits = {
-        name: Split(name, source, partial(benchmark_rows, "tofu", source, data_dir), questions)
+        name: Split(name, source, partial(benchmark_rows, CORPORA["tofu"], source, data_dir), questions)
         for name, source in names.items()
     }
     table = {
@@ -62,10 +63,6 @@ def tofu(forget_split: str, data_dir: Path | None, retain: RetainLog | None) -> 
     return Benchmark("tofu", splits, table)
 
 
-def of_options(options: Measuring, log: RetainLog | None) -> Benchmark:
+def of_options(options: Measuring, log: RetainLog | None, _: Observer) -> Benchmark:
     named = options.benchmark
     return tofu(named.forget_split or "forget10", named.reading.data_dir, log)
-
-
-def example() -> Benchmark:
-    return tofu("forget10", None, None)

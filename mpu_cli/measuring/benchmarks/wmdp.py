@@ -5,14 +5,11 @@ from __future__ import annotations
 
 from mpu_cli.measuring.benchmarks.base import Benchmark
 from mpu_cli.measuring.retain import RetainLog
+from mpu_cli.observer import Observer
 from mpu_cli.options.evaluation import Measuring
 
 TASKS = ("wmdp", "mmlu")
 
 
-def example() -> Benchmark:
+def of_options(_options: Measuring, _log: RetainLog | None, _observer: Observer) -> Benchmark:
     return Benchmark("wmdp", {}, {}, tasks=TASKS)
-
-
-def of_options(options: Measuring, log: RetainLog | None) -> Benchmark:  # noqa: ARG001 (as the others have it)
-    return example()

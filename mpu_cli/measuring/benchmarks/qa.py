@@ -20,7 +20,6 @@ SETS = ("forget", "retain", "holdout")  # as OpenUnlearning calls them
 TRUTH_RATIO_FIELDS = ("paraphrased_answer", "perturbed_answer")
 
 Question = tuple[Row, Record]  # a row and a record in it; a dialogue has several with --reading turns=all
-ASKS_NOTHING = "some of the records are texts, which ask nothing"
 
 
 def own_records(
@@ -48,7 +47,7 @@ def own_records(
         table[f"{name}_Q_A_Prob"] = metrics.probability(name)
         table[f"{name}_Q_A_Prob_content"] = metrics.content_probability(name)
         if splits[name].has_texts:
-            table[f"{name}_Q_A_ROUGE"] = metrics.unavailable(ASKS_NOTHING)
+            table[f"{name}_Q_A_ROUGE"] = metrics.unavailable(metrics.ASKS_NOTHING)
             continue
         table[f"{name}_Q_A_ROUGE"] = metrics.rouge(name, "rougeL_recall")
         if cut := [record for _, record in sets[name] if is_cut_by_rouge(record.answer)]:
@@ -120,7 +119,7 @@ def read_own(
     return sets
 
 
-def of_options(options: Measuring, log: RetainLog | None, observer: Observer = SILENT) -> Benchmark:
+def of_options(options: Measuring, log: RetainLog | None, observer: Observer) -> Benchmark:
     named = options.benchmark
     sources = {"forget": named.forget or Records().forget, "retain": named.retain, "holdout": named.unseen}
     forget, retain, holdout = read_own(sources, named.reading, observer)
