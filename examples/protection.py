@@ -46,7 +46,7 @@ ROUGE = ("forget_Q_A_ROUGE", "retain_Q_A_ROUGE")
 CLEAN = {"copies": 1, "kappa": 0.0, "symmetries": "none"}
 
 
-def settings(noises: list[float], layers: list[str]) -> Iterator[dict]:
+def settings(noises: list[float]) -> Iterator[dict]:
     """What is published, and how it is unlearned, the lossiest copies first; the first ones say most."""
 
     def clean(**others: object) -> dict:
@@ -54,9 +54,6 @@ def settings(noises: list[float], layers: list[str]) -> Iterator[dict]:
 
     def permanent(scale: float, draw: int = 1, **others: object) -> dict:
         return {"publish": {"copies": 1, "kappa": 0.0, "permanent_noise": scale, "seed": draw}, **others}
-
-    def shallow(omitted: str, **others: object) -> dict:
-        return {"publish": {"copies": 1, "kappa": 0.0, "omit_layers": omitted, "seed": 1}, **others}
 
     lora = {"lora_rank": 8, "lr": 3e-4}
     largest, smaller = noises[:2]
@@ -67,13 +64,11 @@ def settings(noises: list[float], layers: list[str]) -> Iterator[dict]:
     yield permanent(largest, 2)
     yield clean(seed=1)
     yield permanent(smaller, 2)
-    yield shallow(layers[0])
     yield clean(**heavy)
     yield permanent(largest, **heavy)
     yield clean(seed=1, **heavy)
     yield permanent(largest, 2, **heavy)
     yield clean(algo="graddiff")
-    yield shallow(layers[0], **heavy)
     yield permanent(largest, algo="graddiff")
     yield clean(**lora)
     yield permanent(largest, **lora)
@@ -87,12 +82,8 @@ def settings(noises: list[float], layers: list[str]) -> Iterator[dict]:
     for algo in ("undial", "rmu"):
         yield clean(algo=algo)
         yield permanent(largest, algo=algo)
-    yield shallow(layers[0], algo="graddiff")
     yield clean(weight_decay=1.0)
-    yield from (shallow(omitted) for omitted in layers[1:])
-    yield {"publish": {"copies": 1, "kappa": 0.0, "omit_layers": layers[0], "permanent_noise": smaller, "seed": 1}}
     yield {"publish": {"copies": 3, "kappa": 1.0, "permanent_noise": largest, "seed": 1}}
-    yield shallow(layers[0], **lora)
     yield permanent(smaller, algo="graddiff")
     yield permanent(smaller, **lora)
     yield from (permanent(scale) for scale in noises[2:])
@@ -253,7 +244,6 @@ def name_of(setting: dict) -> str:
     own, permanent, copies = noise.get("kappa", 0.0), noise.get("permanent_noise", 0.0), noise["copies"]
     words = [f"{copies} copies, κ = {own:g}" + (" (zero-sum)" if "noise" in noise else "")] if own else []
     words += [f"permanent {permanent:g}"] if permanent else []
-    words += [f"without layers {noise['omit_layers']}"] if "omit_layers" in noise else []
     return ", ".join(words) or "the model itself"
 
 
@@ -341,7 +331,6 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--out", default="protection.jsonl")
     parser.add_argument("--noise", default="10,3,1", help="scales of permanent noise, two or more")
-    parser.add_argument("--omit", default="13-16,10-17", help="layers to leave out")
     parser.add_argument("--level", type=float, help="loss to compare at, in nats (default: that of the public model)")
     parser.add_argument("--share", default="1/1", help="which part of the settings, of how many")
     parser.add_argument("--train", default="lr=3e-5,epochs=4,batch_size=8")
@@ -379,7 +368,7 @@ def main() -> None:
                 _note(out, {"before" if name == "target" else "public": found})
         [as_public] = [line["public"]["forget"] for line in _done(out) if "public" in line]
         level = given.level or as_public
-        for i, setting in enumerate(settings(noises, given.omit.split(","))):
+        for i, setting in enumerate(settings(noises)):
             if i % parts != part - 1 or any(line.get("setting") == setting for line in _done(out)):
                 continue
             folder = Path(scratch) / "one"

@@ -167,7 +167,7 @@ class Aggregate(Command):
         keys = result.keys
         _tell_deltas("Deltas of this round", result, observer)
         self._tell_step(result.step, result.rate, observer)
-        if result.step is None and result.rate == 1 and (keys.publication.permanent or keys.publication.omitted):
+        if result.step is None and result.rate == 1 and keys.publication.permanent:
             observer.note(
                 "how much of what a noisy copy forgets comes over depends on the model: `mpu rehearse` finds the step "
                 "with records of your own, which aggregate then takes"

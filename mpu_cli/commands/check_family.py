@@ -9,7 +9,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
 from mpu_cli.options.declare import option
-from mpu_cli.wording import few
+from mpu_cli.wording import counted, few
 
 if TYPE_CHECKING:
     from mpu_cli.protocol.verify import FamilyCheck
@@ -20,9 +20,8 @@ class CheckFamily(Command):
     """Apply each symmetry of the model's family to its weights, alone and with the others, and compare logits.
 
     For whoever adds a family, or publishes a model for the first time. Also takes random changes of copies back, as
-    aggregate does. Checks one layer of each kind, and two at least, which it holds in memory in float64; all of them if
-    what they compute depends on their number. Exits with status 1 if a symmetry changes what the model computes. Prints
-    a verdict.
+    aggregate does. Checks the first layers, one of each kind and two at least, which it holds in memory in float64.
+    Exits with status 1 if a symmetry changes what the model computes. Prints a verdict.
     """
 
     NAME: ClassVar[str] = "check-family"
@@ -49,8 +48,7 @@ class CheckFamily(Command):
             documents.append({"set": each.set_name, "symmetry": each.symmetry, "ok": each.ok, **differences})
         observer.table("Largest difference of logits, relative", ["symmetries", "", "float64", "float32", ""], rows)
         back = max(result.returned.values(), default=0.0)
-        layers = few([*map(str, result.layers)], 9)
-        observer.note(f"layers {layers} checked; random changes come back within {back:.0e}")
+        observer.note(f"{counted(result.layers, 'layer')} checked; random changes come back within {back:.0e}")
         if result.unmoved:
             observer.note(f"no symmetry moves {few(result.unmoved)}")
         verdict = f"{model_type}: {'every symmetry holds' if result.ok else 'NOT what its table says'}"

@@ -271,8 +271,6 @@ def _belonging(origin: CopyManifest) -> dict[str, object]:
         "copy": f"{origin.copy} of {origin.copies}",
         "symmetries": origin.symmetries or "not stated",
     }
-    if origin.omitted_layers:
-        facts["layers left out"] = ", ".join(map(str, origin.omitted_layers))
     return facts
 
 

@@ -89,7 +89,6 @@ class Plan(Command):
             set_count,
             way_to_fit,
         )
-        from mpu_cli.model.shallow import shallow
         from mpu_cli.model.source import open_model
         from mpu_cli.protocol.noise import scheme_of
         from mpu_cli.training.job import check_options
@@ -101,7 +100,7 @@ class Plan(Command):
             open_model(self.pretrained)  # raises for one that is not there
         disguise = self.disguise.with_scale(with_pretrained=self.pretrained is not None)
         scheme = scheme_of(disguise)
-        opened = shallow(open_model(self.model), disguise.omitted_layers)  # what is sent and trained on
+        opened = open_model(self.model)
         unlearning = replace(unlearning, training=with_precision(self.training, opened))
         tokens = None
         rows = rows_at_once(unlearning, objective)

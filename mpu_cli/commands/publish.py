@@ -164,7 +164,7 @@ class Publish(Command):
             Transaction(force=self.force).check(path, path in folders)
         _say(remarks_on_plan(plan, secret_factors=self._has_secret_factors), observer)
         return Preview(
-            reads=[(model.source, model.checkpoint.nbytes) for model in (plan.full_base, plan.pretrained) if model],
+            reads=[(model.source, model.checkpoint.nbytes) for model in (plan.base, plan.pretrained) if model],
             writes=plan.outputs,
             memory=BUFFERS,
             notes=[f"run {plan.publication.run}, round {plan.publication.round}"],
@@ -306,8 +306,6 @@ def command_to_publish(model: Path, keys: Keys) -> str:
             command += ["--alphas", factors]
     if publication.symmetries != usual.symmetries:
         command += ["--symmetries", publication.symmetries]
-    if publication.omitted:
-        command += ["--omit-layers", ",".join(map(str, publication.omitted))]
     if keys.recipients:
         in_order = [keys.recipients[str(copy)] for copy in range(1, keys.copies + 1) if str(copy) in keys.recipients]
         # One recipient, once, is that of all copies (see ``plan``).

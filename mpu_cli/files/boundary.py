@@ -17,7 +17,7 @@ import secrets
 import stat
 import tarfile
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, BinaryIO, TypeVar
@@ -211,11 +211,9 @@ RunName = Annotated[
     str, Meta(max_length=200, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]*\Z")
 ]
 Count = Annotated[int, Meta(ge=1, le=10**6)]
-LayerNumber = Annotated[int, Meta(ge=0, lt=MAX_LAYERS)]
 Scale = Annotated[float, Meta(ge=0, le=1e300)]
 Above0 = Annotated[float, Meta(gt=0, le=1e300)]
 Finite = Annotated[float, Meta(ge=-1e300, le=1e300)]
-Layers = Annotated[tuple[LayerNumber, ...], Meta(max_length=MAX_LAYERS)]
 Numbers = Annotated[dict[Word, Finite], Meta(max_length=MAX_FACTS)]
 Words = Annotated[dict[Word, Word], Meta(max_length=MAX_FACTS)]
 
@@ -298,10 +296,6 @@ def as_entries(document: Document) -> dict[str, object]:
     entries = msgspec.to_builtins(document)
     assert isinstance(entries, dict)
     return entries
-
-
-def is_ascending(numbers: Sequence[int]) -> bool:
-    return list(numbers) == sorted(set(numbers))
 
 
 def _in_words(error: Exception) -> str:

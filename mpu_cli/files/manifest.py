@@ -20,12 +20,10 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.boundary import (
     Count,
     Document,
-    Layers,
     Numbers,
     RunName,
     Word,
     Words,
-    is_ascending,
     parse_document,
     read_json_object,
 )
@@ -51,9 +49,8 @@ class CopyManifest:
     """Which copy of which publication a directory holds. ``copy`` counts from 1.
 
     ``symmetries`` is the set that its coordinates are drawn from. It is not a secret: the client's optimiser must suit
-    it. ``omitted_layers``: the base's layers that it lacks, counted from 0, which anyone who has the public model can
-    tell. ``noise``: the RMS of its permanent noise as a share of that of its weights, from which the client knows how
-    far to unlearn; 0 if there is none.
+    it. ``noise``: the RMS of its permanent noise as a share of that of its weights, from which the client knows how far
+    to unlearn; 0 if there is none.
     """
 
     run: RunName
@@ -62,13 +59,11 @@ class CopyManifest:
     copies: Count
     copy_id: Word
     symmetries: Word | None = None
-    omitted_layers: Layers = ()
     noise: NoiseShare = 0.0
 
     def facts(self) -> dict[str, object]:
         """What is in ``mpu.json``, and in the metadata of the weights and of deltas."""
-        facts = {**asdict(self), "omitted_layers": list(self.omitted_layers)}
-        return {name: value for name, value in facts.items() if value or name not in ("omitted_layers", "noise")}
+        return {name: value for name, value in asdict(self).items() if value or name != "noise"}
 
 
 @dataclass(frozen=True)
@@ -193,8 +188,6 @@ def _copy_manifest(entries: Mapping[str, object], path: Path) -> CopyManifest:
         raise MpuError(f"{path}: its run is not a name", "get it again")
     if facts.copy > facts.copies:
         raise MpuError(f"{path}: claims to be copy {facts.copy} of {facts.copies}", "get it again")
-    if not is_ascending(facts.omitted_layers):
-        raise MpuError(f"{path}: the layers that it lacks are not ascending numbers", "get it again")
     return facts
 
 

@@ -23,7 +23,6 @@ from mpu_cli.lab.alignment import layer_maps, model_maps, residual_map, undo
 from mpu_cli.model.family import SETS
 from mpu_cli.model.layout import TensorLayout
 from mpu_cli.model.sampling import AxisMap, Maps
-from mpu_cli.model.shallow import shallow
 from mpu_cli.model.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.protocol.noise import SCHEMES, Extrapolated, Scheme, given_factors
@@ -241,18 +240,14 @@ def audit(
     symmetries: str,
     fast: bool,
     publications: Sequence[object],
-    omitted: tuple[int, ...],
     observer: Observer = SILENT,
 ) -> Audit:
     """Attack ``copies`` of ``base``, block by block, in float32.
 
     ``noise``, with a factor for each of ``copies``, and ``symmetries`` are what the attacker assumes; ``publications``
-    says which each copy is of, where they are of several: noise cancels within each and is averaged over them. For the
-    layers that the copies lack, ``omitted``, the reference is the best guess, or zeros; unless ``fast``, they count.
-    Raises MpuError if a model's shapes differ from the base's, UsageError if there is not one factor per copy.
+    says which each copy is of, where they are of several: noise cancels within each and is averaged over them. Raises
+    MpuError if a model's shapes differ from the base's, UsageError if there is not one factor per copy.
     """
-    full_base, public = base, reference
-    base, reference = shallow(base, omitted), shallow(reference, omitted) if reference else None
     if noise.copies != len(copies):
         raise UsageError(f"{noise.copies} noise factors for {len(copies)} copies", "give one for each copy")
     layout = base.layout
@@ -266,8 +261,6 @@ def audit(
     for block in blocks:
         attacker.block(block, layout.blocks[block])
         observer.advance(sum(base.checkpoint.tensors[t.name].nbytes for t in layout.blocks[block]))
-    if not fast:
-        attacker.unseen(full_base, public, omitted)
     return attacker.audit
 
 
@@ -390,23 +383,6 @@ class _Attacker:
                 score(ALL_UNKNOWN, reference, estimate)
         score(ONE_COPY, self._copies[0], copies[0])
 
-    def unseen(self, base: Model, reference: Model | None, omitted: Sequence[int]) -> None:
-        """Count the layers that the copies lack."""
-        layout, audit = base.layout, self.audit
-        of_reference = _matched(reference, base) if reference else {}
-        for block, tensors in layout.blocks.items():
-            if tensors[0].layer not in omitted:
-                continue
-            truth = {t.name: base.checkpoint.tensor(t.name).float() for t in tensors if not t.constant}
-            public = {name: of_reference[name].float() for name in truth} if reference else {}
-            name = f"{block} (left out)"  # the copies' own blocks are numbered without it
-            audit.weights[name] = _square(truth)
-            audit.task[name] = _square({n: w - public[n] for n, w in truth.items()}) if public else audit.weights[name]
-            audit.unmoved[name] = 0.0
-            for attack, recovered in audit.attacks.items():
-                for errors in (*recovered.function.values(), *recovered.task.values()):
-                    errors[name] = (audit.task if ATTACKS[attack].reference else audit.weights)[name]
-
     def _mean(self, aligned: Sequence[Mapping[str, torch.Tensor]], weights: torch.Tensor) -> dict[str, torch.Tensor]:
         means = {}
         for name in aligned[0]:
@@ -528,14 +504,10 @@ def audit_as_believed(
     if len(set(publications)) > 1 and (alphas or nodes):
         raise UsageError("--alphas and --nodes: are those of one publication", "leave them out, or audit one at a time")
     schemes = _believed_noise(manifests, noise, alphas, nodes)
-    lacking = {manifest.omitted_layers if manifest else () for manifest in manifests}
-    if len(lacking) > 1:
-        raise MpuError(f"{models[0].source}: the copies lack different layers", "audit those of one publication")
-    [omitted] = lacking
     attempts = []
     for believed, scheme in product(_believed_symmetries(manifests, symmetries), schemes):
         result = audit(models, base, reference, noise=scheme, symmetries=believed, fast=fast,
-                      publications=publications, omitted=omitted, observer=observer)  # fmt: skip
+                      publications=publications, observer=observer)  # fmt: skip
         if reference and not sum(result.task.values()):
             raise UsageError(f"--pretrained {reference.source}: has the same weights as --base", "leave it out")
         explained = min((result.plain_error(name) for name in result.attacks if ATTACKS[name].believes), default=0.0)

@@ -37,7 +37,6 @@ from mpu_cli.files.reader import OPTION, fingerprint
 from mpu_cli.files.resumption import alone_in, append_line, differences, read_lines, write_atomically
 from mpu_cli.files.sealing import make_identity, read_identities
 from mpu_cli.measuring.cost import cost, examples_of, measure_machine, set_count
-from mpu_cli.model.shallow import shallow
 from mpu_cli.model.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer, Within
 from mpu_cli.options.declare import as_arguments, declared_options, flat, from_flat
@@ -85,14 +84,12 @@ def publication_in(experiment: Experiment, *, seed: bytes, run: str = "", number
 
 
 def _model_itself(published: Publication) -> Publication:
-    return replace(
-        published, scheme=ZeroSum((1.0,)), kappa=0.0, shared_kappa=0.0, mark=0.0, symmetries="none", omitted=()
-    )
+    return replace(published, scheme=ZeroSum((1.0,)), kappa=0.0, shared_kappa=0.0, mark=0.0, symmetries="none")
 
 
 def _one_noised_copy(published: Publication) -> Publication:
     mean = math.fsum(published.scheme.scales) / published.copies
-    return replace(published, scheme=ZeroSum((mean,)), mark=0.0, symmetries="none", omitted=())
+    return replace(published, scheme=ZeroSum((mean,)), mark=0.0, symmetries="none")
 
 
 # What the server publishes in a mode, in place of what the options say.
@@ -173,7 +170,7 @@ def facts_of(experiment: Experiment, data: Dataset) -> dict[str, object]:
     publication, pretrained = publication_in(experiment, seed=bytes(32)), experiment.pretrained
     published = {
         "noise": {"kind": publication.scheme.kind, "factors": publication.scheme.factors}, "kappa": publication.kappa,
-        "shared_kappa": publication.shared_kappa, "symmetries": publication.symmetries, "omitted": publication.omitted,
+        "shared_kappa": publication.shared_kappa, "symmetries": publication.symmetries,
     }  # fmt: skip
 
     def digest(rows: Sequence[object]) -> str:
@@ -504,7 +501,7 @@ def costs_of(experiments: Sequence[Experiment]) -> list[ExperimentCost | None]:
         if not Path(played.base).exists():
             return None
         try:
-            model = shallow(open_model(played.base), published.omitted)
+            model = open_model(played.base)
             if source not in token_counts:
                 examples = examples_of(model, options.records.forget, options.records.reading)
                 token_counts[source] = sum(len(example.ids) for example in examples)

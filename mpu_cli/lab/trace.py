@@ -50,7 +50,6 @@ from mpu_cli.model.layout import Layout, TensorLayout
 from mpu_cli.model.load import tokenizer_of
 from mpu_cli.model.network import build, config_of
 from mpu_cli.model.sampling import AxisMap
-from mpu_cli.model.shallow import shallow
 from mpu_cli.model.source import Model
 from mpu_cli.model.tensors import in_memory, pieces_in_files
 from mpu_cli.model.transform import TensorMap, Transform, as_matrix, row_slices
@@ -234,7 +233,7 @@ def _z(products: float, variance: float) -> float:
 def noise_of(publication: PublicationKeys) -> Noise:
     """The noise of all copies of a publication."""
     values = publication.keys.publication
-    return values.noise(range(1, values.copies + 1), publication.base)
+    return values.noise(range(1, values.copies + 1), publication.base.layout.full_name)
 
 
 def templates_of(noise: Noise, scales: Scales) -> torch.Tensor:
@@ -283,7 +282,7 @@ def trace(
     checkpoint = open_suspect(source)
     observer.stage("trace", sum(each.base.checkpoint.nbytes for each in publications))
     results = []
-    matched: dict[tuple[str, tuple[int, ...]], tuple[Suspect, AxisMap]] = {}  # by base and omitted layers
+    matched: dict[str, tuple[Suspect, AxisMap]] = {}  # by the base's fingerprint
     checked: set[tuple[str, str]] = set()
     with worker_pool() as pool:
         for each in publications:
@@ -291,17 +290,13 @@ def trace(
             if identity not in checked:
                 check_base(each.base, each.keys)
                 checked.add(identity)
-            omitted = each.keys.publication.omitted
-            base = shallow(each.base, omitted)
-            layout = base.layout
-            which = (each.keys.base.fingerprint, omitted)
-            if which not in matched:
+            base, layout, fingerprint = each.base, each.base.layout, each.keys.base.fingerprint
+            if fingerprint not in matched:
                 suspect = match_suspect(source, checkpoint, base.checkpoint, layout)
                 residual = find_residual(suspect, base.checkpoint, layout)
-                matched[which] = match_layers(suspect, base.checkpoint, layout, residual), residual
-            suspect, residual = matched[which]
-            public = shallow(pretrained, omitted) if pretrained else None
-            tracer = _Tracer(each, base, suspect, residual=residual, public=matching(base, public), pool=pool)
+                matched[fingerprint] = match_layers(suspect, base.checkpoint, layout, residual), residual
+            suspect, residual = matched[fingerprint]
+            tracer = _Tracer(each, suspect, residual=residual, public=matching(base, pretrained), pool=pool)
             results.append(tracer.evidence(observer))
     return Trace(source, tuple(results))
 
@@ -310,12 +305,12 @@ class _Tracer:
     """One publication in one suspect."""
 
     def __init__(
-        self, publication: PublicationKeys, base: Model, suspect: Suspect, *, residual: AxisMap,
+        self, publication: PublicationKeys, suspect: Suspect, *, residual: AxisMap,
         public: Mapping[str, torch.Tensor] | None, pool: Executor,
     ):  # fmt: skip
         self._label, self._keys, self._pool = publication.label, publication.keys, pool
-        self._base, self._suspect, self._public = base.checkpoint, suspect, public
-        layout = self._layout = base.layout
+        self._base, self._suspect, self._public = publication.base.checkpoint, suspect, public
+        layout = self._layout = publication.base.layout
         values = self._keys.publication
         self._copies = range(1, values.copies + 1)
         self._noise = noise_of(publication)
@@ -328,7 +323,7 @@ class _Tracer:
             for transform, count in zip(transforms, self._agreements, strict=True)
             if count is not None and log_chance(count, signed=self._signed) < math.log(LEVEL)
         ]
-        self._frames = Frames(suspect, base.checkpoint, layout, residual, likely)
+        self._frames = Frames(suspect, self._base, layout, residual, likely)
         self._coordinates = len(residual)
 
     def evidence(self, observer: Observer) -> PublicationEvidence:
@@ -447,7 +442,6 @@ def trace_endpoint(
     with worker_pool() as pool:
         for each in publications:
             check_base(each.base, each.keys)
-            base = shallow(each.base, each.keys.publication.omitted)
             items = [
                 replace(item, start=1) for item in TrainedEncoder(Encoding(tokenizer_of(each.base))).questions(records)
             ]
@@ -455,15 +449,15 @@ def trace_endpoint(
             if vocabulary not in served:
                 scores = endpoint.score(items, batch_size=TEXTS_PER_REQUEST)
                 served[vocabulary] = [-score.losses for score in scores]  # the log-probabilities of its tokens
-            network = _noisy_network(each, base, pool)
-            gradients = _gradients(network, items, served[vocabulary], base.layout, observer)
-            results.append(_evidence(each, base.layout, gradients, pool))
+            network, layout = _noisy_network(each, pool), each.base.layout
+            gradients = _gradients(network, items, served[vocabulary], layout, observer)
+            results.append(_evidence(each, layout, gradients, pool))
     return Trace(endpoint.url, tuple(results))
 
 
-def _noisy_network(publication: PublicationKeys, base: Model, pool: Executor) -> PreTrainedModel:
+def _noisy_network(publication: PublicationKeys, pool: Executor) -> PreTrainedModel:
     """The base with the publication's permanent noise, which every copy has, in float32."""
-    layout = base.layout
+    base, layout = publication.base, publication.base.layout
     network = build(config_of(base.config), dtype=torch.float32).eval()
     places = in_memory(network, layout.tensors)
     noise = noise_of(publication)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -12,8 +11,6 @@ from mpu_cli.options.declare import Fold, Options, group, option
 from mpu_cli.options.names import SYMMETRIES
 
 DP = Fold("dp", "Noise calibrated to (ε, δ) differential privacy of the weights, in place of --kappa.")
-
-_LAYERS = re.compile(r"(\d{1,5})(?:-(\d{1,5}))?")
 
 NoiseKind = Literal["extrapolate", "zero-sum"]
 StoredDtype = Literal["float64", "float32", "float16", "bfloat16"]
@@ -26,19 +23,6 @@ KAPPA = 0.01  # the paper's
 HIDING_KAPPA, HIDING_PERMANENT = 1.0, 10.0
 MOST_OF_WEIGHTS = 0.1  # of the RMS of a block's weights: with larger noise little comes over from a copy to the model
 HIDING_MARK = 0.1  # of the noise: changes its size by 0.5 %, and is found after all that was tried
-
-
-def parse_layers(text: str) -> tuple[int, ...]:
-    """``13-16,20`` as the numbers of layers, counted from 0, ascending. Raises UsageError."""
-    layers: set[int] = set()
-    for part in text.split(","):
-        start, last = 1, 0  # names no layers
-        if match := _LAYERS.fullmatch(part.strip()):
-            start, last = int(match[1]), int(match[2] or match[1])
-        if start > last:
-            raise UsageError(f"--omit-layers {text}: {part.strip()!r} names no layers", "write it as 13-16 or 3,7")
-        layers.update(range(start, last + 1))
-    return tuple(sorted(layers))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,12 +81,6 @@ class Disguise(Copies):
         metavar="SHARE",
         least=0,
     )
-    omit_layers: str | None = option(
-        None,
-        "Layers to leave out of every copy, counted from 0, such as 13-16: copies are smaller and know less, and the "
-        "update leaves these layers as they are.",
-        metavar="LAYERS",
-    )
     kappa: float | None = option(
         None,
         "Scale of the noise that cancels: σ of a block = κ · RMS of its task vector. --pretrained, with neither this "
@@ -122,11 +100,6 @@ class Disguise(Copies):
         metavar="SHARE",
         above=0,
     )
-
-    @property
-    def omitted_layers(self) -> tuple[int, ...]:
-        """The layers that no copy has, counted from 0. Raises UsageError."""
-        return parse_layers(self.omit_layers) if self.omit_layers else ()
 
     @property
     def sets_scale(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +16,6 @@ from mpu_cli.files.reader import (
     FLOATS,
     NAME,
     Checkpoint,
-    TensorInfo,
     all_finite,
     compute_dtype,
     fingerprint,
@@ -26,8 +25,8 @@ from mpu_cli.files.reader import (
 )
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.visible import visible
-from mpu_cli.files.writer import MAX_SHARD, CheckpointWriter, TensorSpecs, nbytes_of
-from mpu_cli.model.layout import EMBEDDING, Layout, Shallow, TensorLayout, without_layers
+from mpu_cli.files.writer import MAX_SHARD, CheckpointWriter, nbytes_of
+from mpu_cli.model.layout import EMBEDDING, Layout, TensorLayout
 from mpu_cli.model.source import Model
 from mpu_cli.model.transform import TensorMap, Transform, as_matrix, row_slices
 from mpu_cli.observer import SILENT, Observer
@@ -101,23 +100,17 @@ def open_deltas(paths: Iterable[Path], keys: Keys) -> list[Delta]:
     return [deltas[copy] for copy in sorted(deltas)]
 
 
-def check_delta(delta: Delta, base: Model, copies: Shallow) -> None:
-    """Raise MpuError unless the delta has the tensors that its kind requires of those of the base in its ``copies``."""
-    if delta.manifest.inverted:
-        layout = replace(base.layout, tensors={name: base.layout.tensors[name] for name in copies.names})
-        shapes = {name: base.checkpoint.tensors[name].shape for name in copies.names}
-    else:
-        layout = copies.layout
-        shapes = {copied: base.checkpoint.tensors[name].shape for name, copied in copies.names.items()}
+def check_delta(delta: Delta, base: Model) -> None:
+    """Raise MpuError unless the delta has the tensors that its kind requires of those of the base."""
     tensors = delta.checkpoint.tensors
     if delta.manifest.kind == "lora":
-        expected = _factor_shapes(delta, layout, shapes)
+        expected = _factor_shapes(delta, base)
     else:
         # Clients train no embeddings and no output head unless asked (--train-embeddings): their change is zero then.
         expected = {}
-        for tensor in layout.parameters:
+        for tensor in base.layout.parameters:
             if tensor.name in tensors or tensor.axes[0] not in EMBEDDING:
-                expected[tensor.name] = shapes[tensor.name]
+                expected[tensor.name] = base.checkpoint.tensors[tensor.name].shape
     if missing := set(expected) - set(tensors):
         raise MpuError(f"{delta.path}: lacks {quoted_list(missing)}", "ask the client for the complete delta")
     if unknown := set(tensors) - set(expected):
@@ -131,23 +124,14 @@ def check_delta(delta: Delta, base: Model, copies: Shallow) -> None:
             )
 
 
-def names_in_base(delta: Delta, copies: Shallow) -> set[str]:
-    """The base's names of the delta's tensors; a factor of LoRA keeps its ending."""
-    tensor_names = set(delta.checkpoint.tensors)
-    if delta.manifest.inverted:
-        return tensor_names
-    base_names = {copied + end: name + end for name, copied in copies.names.items() for end in ENDS}
-    return {base_names.get(name, name) for name in tensor_names}
-
-
-def _factor_shapes(delta: Delta, layout: Layout, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+def _factor_shapes(delta: Delta, base: Model) -> dict[str, tuple[int, ...]]:
     """The factors that a LoRA delta must have: both for each tensor for which it has one."""
     tensors = delta.checkpoint.tensors
     expected: dict[str, tuple[int, ...]] = {}
-    for tensor in layout.parameters:
+    for tensor in base.layout.parameters:
         left_name, right = tensor.name + LEFT_FACTOR, tensor.name + RIGHT_FACTOR
         if len(tensor.axes) > 1 and (left_name in tensors or right in tensors):
-            *stack, rows, columns = shapes[tensor.name]
+            *stack, rows, columns = base.checkpoint.tensors[tensor.name].shape
             factor, axis = (tensors[left_name], -1) if left_name in tensors else (tensors[right], -2)
             rank = factor.shape[axis] if len(factor.shape) == len(tensor.axes) else 0
             if rank < 1:
@@ -212,14 +196,13 @@ def check_round(base: Model, deltas: Sequence[Delta], keys: Keys) -> None:
             "wait for it, or leave out these --keys (`mpu inspect KEYS` prints the run)",
         )
     try:
-        copies = without_layers(base.layout, keys.publication.omitted)
         for delta in deltas:
-            check_delta(delta, base, copies)
+            check_delta(delta, base)
     except MpuError:
         check_base(base, keys)  # a delta does not fit: is that its fault, or the base's?
         raise
     for delta in deltas[1:]:  # noise cancels only where all of them change a tensor
-        if odd := names_in_base(deltas[0], copies) ^ names_in_base(delta, copies):
+        if odd := deltas[0].checkpoint.tensors.keys() ^ delta.checkpoint.tensors.keys():
             raise MpuError(
                 f"{delta.path}: tensors differ from {deltas[0].path} ({quoted_list(odd)})",
                 "train all copies of a round with the same options",
@@ -287,62 +270,39 @@ Change = Full | LowRank
 
 
 class Undoing:
-    """Applies T_k⁻¹ to deltas, slice by slice; deltas that are already inverted are used as they are.
-
-    ``layout`` is the base's; layers that the copies lack do not change.
-    """
+    """Applies T_k⁻¹ to deltas of a base with this ``layout``, slice by slice; deltas that are already inverted are used
+    as they are."""
 
     def __init__(self, deltas: Sequence[Delta], layout: Layout):
         self.deltas = deltas
-        publications = [delta.keys.publication for delta in deltas]
-        shallow = {omitted: without_layers(layout, omitted) for omitted in {each.omitted for each in publications}}
-        self._copies: list[tuple[Shallow, Transform | None]] = []
-        for delta, publication in zip(deltas, publications, strict=True):
-            copy = shallow[publication.omitted]
-            transform = None if delta.manifest.inverted else publication.transform(delta.copy, copy.layout)
-            self._copies.append((copy, transform))
+        self._transforms: list[Transform | None] = []
+        for delta in deltas:
+            transform = None if delta.manifest.inverted else delta.keys.publication.transform(delta.copy, layout)
+            self._transforms.append(transform)
 
-    def names(self, tensor: TensorLayout) -> list[str | None]:
-        """What each delta calls ``tensor``: in a copy, layers have other numbers and experts change places. None if its
-        copy lacks the layer."""
-        names: list[str | None] = []
-        for copy, transform in self._copies:
-            if tensor.name not in copy.names:
-                names.append(None)
-            elif transform is None:
-                names.append(tensor.name)
+    def places(self, tensor: TensorLayout) -> list[tuple[str, TensorMap]]:
+        """What each delta calls ``tensor``, because experts change places in a copy, and its map."""
+        places: list[tuple[str, TensorMap]] = []
+        for transform in self._transforms:
+            if transform is None:
+                places.append((tensor.name, TensorMap(None, None)))
             else:
-                names.append(transform.name(copy.layout.tensors[copy.names[tensor.name]]))
-        return names
-
-    def places(self, tensor: TensorLayout) -> list[tuple[str, TensorMap] | None]:
-        """What each delta calls ``tensor``, and its map; None if its copy lacks the layer."""
-        places: list[tuple[str, TensorMap] | None] = []
-        for name, (copy, transform) in zip(self.names(tensor), self._copies, strict=True):
-            if name is None:
-                places.append(None)
-            elif transform is None:
-                places.append((name, TensorMap(None, None)))
-            else:
-                places.append((name, transform.of(copy.layout.tensors[copy.names[tensor.name]])))
+                places.append((transform.name(tensor), transform.of(tensor)))
         return places
 
     def forget_pages(self, tensor: TensorLayout) -> None:
         """Drop the pages of what the deltas have of ``tensor``, whole or as factors, once its changes were used."""
-        for delta, name in zip(self.deltas, self.names(tensor), strict=True):
+        for delta, transform in zip(self.deltas, self._transforms, strict=True):
+            name = transform.name(tensor) if transform else tensor.name
             for end in ENDS:
-                if name is not None and name + end in delta.checkpoint.tensors:
+                if name + end in delta.checkpoint.tensors:
                     delta.checkpoint.forget_pages(name + end)
 
     def changes(self, tensor: TensorLayout) -> list[Change | None]:
-        """Each delta's change to ``tensor``; None if it has none (a tensor that was not trained, or left out)."""
+        """Each delta's change to ``tensor``; None if it has none (a tensor that was not trained)."""
         changes: list[Change | None] = []
-        for delta, place in zip(self.deltas, self.places(tensor), strict=True):
+        for delta, (name, mapping) in zip(self.deltas, self.places(tensor), strict=True):
             checkpoint = delta.checkpoint
-            if place is None:
-                changes.append(None)
-                continue
-            name, mapping = place
             if name in checkpoint.tensors:
                 changes.append(Full(mapping, as_matrix(checkpoint.tensor(name))))
             elif name + LEFT_FACTOR in checkpoint.tensors:
@@ -360,23 +320,19 @@ def invert(base: Model, delta: Delta, *, target: Path, transaction: Transaction,
     """
     if delta.manifest.inverted:
         raise MpuError(f"{delta.path}: is already inverted", "pass it to `mpu aggregate` as it is")
+    check_delta(delta, base)
     layout, tensors = base.layout, delta.checkpoint.tensors
-    check_delta(delta, base, without_layers(layout, delta.keys.publication.omitted))
-    undoing = Undoing([delta], layout)
-    stored: dict[str, TensorInfo] = {}  # by the base's names
+    transform = delta.keys.publication.transform(delta.copy, layout)
+    specs: dict[str, tuple[str, tuple[int, ...]]] = {}  # by the base's names
     for tensor in layout.parameters:
-        [name] = undoing.names(tensor)
-        if name is not None:
-            stored |= {tensor.name + end: tensors[name + end] for end in ENDS if name + end in tensors}
-    specs: TensorSpecs = {name: (info.dtype, info.shape) for name, info in stored.items()}
+        for end in ENDS:
+            if info := tensors.get(transform.name(tensor) + end):
+                specs[tensor.name + end] = info.dtype, info.shape
     output = transaction.add(target, directory=nbytes_of(specs) > MAX_SHARD)
     metadata = as_metadata(delta_facts(replace(delta.manifest, inverted=True)))
     with CheckpointWriter(output, specs, metadata) as writer, worker_pool() as pool:
         for tensor in layout.parameters:
-            [place] = undoing.places(tensor)
-            if place is None:
-                continue
-            delta_name, mapping = place
+            delta_name, mapping = transform.name(tensor), transform.of(tensor)
             ends = [end for end in ENDS if delta_name + end in tensors]
             rank = tensors[delta_name + LEFT_FACTOR].shape[-1] if len(ends) > 1 else 0
             by_rows, by_columns = mapping.split(rank) if rank else (mapping, mapping)

@@ -18,13 +18,11 @@ from mpu_cli.files.boundary import (
     Count,
     Document,
     Finite,
-    Layers,
     RunName,
     Scale,
     Seed,
     Text,
     Word,
-    is_ascending,
     parse_document,
 )
 from mpu_cli.files.randomness import Randomness
@@ -76,7 +74,6 @@ class KeyEntries(Document, forbid_unknown_fields=True):
     shared_kappa: Scale = 0.0
     shared_sigma: dict[str, Scale] = msgspec.field(default_factory=dict)
     calibration: Calibration | None = None
-    omitted_layers: Layers = ()
     permanent_seed: Seed | None = None
     mark: Scale = 0.0
     max_noise: Scale | None = None
@@ -85,7 +82,7 @@ class KeyEntries(Document, forbid_unknown_fields=True):
     authenticator: Text | None = None
 
 
-FORMAT, VERSION = "mpu-keys", 9
+FORMAT, VERSION = "mpu-keys", 10
 MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
 
 
@@ -152,7 +149,6 @@ def seal(
         "shared_kappa": publication.shared_kappa,
         "shared_sigma": keys.shared_sigma,
         "calibration": asdict(publication.calibration) if publication.calibration else None,
-        "omitted_layers": publication.omitted,
         "permanent_seed": publication.permanent_seed.hex() if publication.permanent_seed else None,
         "mark": publication.mark,
         "max_noise": publication.max_noise,
@@ -305,7 +301,7 @@ def _parse(document: bytes, path: Path, secret: bytes | None, *, authentic: bool
     # Each entry is checked: a key file may have been sealed by someone else.
     damaged, hint = f"{path}: key data is incomplete or invalid", "restore it from a backup"
     entries = parse_document(KeyEntries, table, damaged, hint)
-    sound = len(entries.noise.factors) == len(entries.copy_ids) and is_ascending(entries.omitted_layers)
+    sound = len(entries.noise.factors) == len(entries.copy_ids)
     if not sound or entries.symmetries not in SETS or entries.dtype not in (None, *WORD):
         raise MpuError(damaged, hint)
     try:
@@ -319,7 +315,6 @@ def _parse(document: bytes, path: Path, secret: bytes | None, *, authentic: bool
             symmetries=entries.symmetries,
             run=entries.run,
             round=entries.round,
-            omitted=entries.omitted_layers,
             permanent_seed=bytes.fromhex(entries.permanent_seed) if entries.permanent_seed else None,
             mark=entries.mark,
             max_noise=entries.max_noise,

@@ -247,7 +247,6 @@ def fingerprints(base: Model, publications: Sequence[Keys], *, marks_only: bool 
     """Of ``publications``, and of all in this server's register whose base is of the line of ``base``; ``marks_only``
     for the delta of one copy, in which training leaves something of what cancels."""
     layout = base.layout
-    full_names = {tensor.name: layout.full_name(tensor.name) for tensor in layout.parameters}
     searched: dict[tuple[bytes, int], _Publication] = {}
 
     def add(
@@ -256,7 +255,7 @@ def fingerprints(base: Model, publications: Sequence[Keys], *, marks_only: bool 
     ) -> None:  # fmt: skip
         noise = Noise(
             Randomness(seed), round_, torch.ones(1, draws), double=double,
-            permanent=Randomness(permanent_seed) if permanent_seed else None, permanent_names=full_names,
+            permanent=Randomness(permanent_seed) if permanent_seed else None, full_name=layout.full_name,
         )  # fmt: skip
         cancels = draws > 0 and not marks_only
         searched[seed, round_] = _Publication(f"round {round_} of run {run}", noise, permanent, cancels, marked)
@@ -267,7 +266,7 @@ def fingerprints(base: Model, publications: Sequence[Keys], *, marks_only: bool 
         add(
             values.run, values.round, values.seed, draws=draws,
             marked=values.mark > 0, double=values.calibration is not None, permanent_seed=values.permanent_seed,
-            permanent={} if values.omitted else keys.shared_sigma,
+            permanent=keys.shared_sigma,
         )  # fmt: skip
     entries = [entry for entry in read_register(default_register_path()) if entry.seed]
     sample = sample_of(base.checkpoint, layout) if entries else None
@@ -277,7 +276,9 @@ def fingerprints(base: Model, publications: Sequence[Keys], *, marks_only: bool 
         if sample is None or not _is_same_line(entry.sample, sample):
             continue
         sigma = entry.permanent_sigma if secret and entry.secret == secret.key("which secret").hex()[:16] else {}
-        permanent = {block: sigma.get(full_names[tensors[0].name], 0.0) for block, tensors in layout.blocks.items()}
+        permanent = {
+            block: sigma.get(layout.full_name(tensors[0].name), 0.0) for block, tensors in layout.blocks.items()
+        }
         add(
             entry.run, entry.round, seed, draws=entry.draws, marked=entry.marked,
             double=entry.calibrated_sigma is not None, permanent=permanent,

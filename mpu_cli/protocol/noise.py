@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -319,8 +319,8 @@ class Noise:
 
     ``shares``: how each copy's is mixed from the draws of what cancels, float64 (copies, draws). ``double``: draw in
     float64, for calibrated noise. ``permanent``: what the noise that all copies share is drawn from, if not from the
-    publication's own seed. ``names``: what tensors are called in the base with all its layers, by which noise is drawn;
-    ``permanent_names``: by which permanent noise is. Without them, tensors have their own names.
+    publication's own seed; of those draws, a tensor has its ``full_name``, which is the same for files with and without
+    a prefix.
     """
 
     randomness: Randomness
@@ -328,24 +328,21 @@ class Noise:
     shares: torch.Tensor
     double: bool = False
     permanent: Randomness | None = None
-    names: Mapping[str, str] = field(default_factory=dict)
-    permanent_names: Mapping[str, str] = field(default_factory=dict)
+    full_name: Callable[[str], str] = str
 
     def subkeys(self, tensor: str, scales: Scales) -> list[bytes]:
         """The stream keys for one tensor's noise of these scales: one per draw, one for permanent noise and one for the
         mark."""
-        name = self.names[tensor] if self.names else tensor
         keys: list[bytes] = []
         if scales.cancelling:
-            keys += [self.randomness.key("noise", self.round, name, i) for i in range(self.shares.shape[1])]
+            keys += [self.randomness.key("noise", self.round, tensor, i) for i in range(self.shares.shape[1])]
         if scales.permanent and self.permanent:
             # Noise of another scale is another draw: from two multiples of one, anyone could compute it.
-            permanent_name = self.permanent_names[tensor] if self.permanent_names else tensor
-            keys.append(self.permanent.key("permanent noise", permanent_name, scales.permanent.hex()))
+            keys.append(self.permanent.key("permanent noise", self.full_name(tensor), scales.permanent.hex()))
         elif scales.permanent:
-            keys.append(self.randomness.key("shared noise", self.round, name))
+            keys.append(self.randomness.key("shared noise", self.round, tensor))
         if scales.mark:
-            keys.append(self.randomness.key("mark", self.round, name))
+            keys.append(self.randomness.key("mark", self.round, tensor))
         return keys
 
     def draws(self, keys: Sequence[bytes], start: int, stop: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -18,7 +18,6 @@ from mpu_cli.files.randomness import Randomness, Stream, new_seed, seed_from_num
 from mpu_cli.files.reader import OPTION, TensorInfo
 from mpu_cli.files.sealing import default_identity_path, own_secret
 from mpu_cli.model.layout import Layout, pieces_of
-from mpu_cli.model.shallow import names_in_base
 from mpu_cli.model.source import Model
 from mpu_cli.model.transform import Transform
 from mpu_cli.options.publishing import KAPPA, Disguise, Publishing
@@ -43,14 +42,13 @@ class Publication:
 
     ``transform`` and ``noise`` are the only places that derive secrets from the seed.
 
-    ``kappa`` and ``shared_kappa`` scale the noise to each block's task vector (docs/design.md); ``calibration``
-    sets σ, the same in every block, in their place (they are 0 then). ``max_noise`` bounds a copy's noise, as a
-    share of the RMS of a block's weights: it lowers permanent noise to ``PERMANENT_SHARE`` of that, and what
-    cancels to what is left. ``omitted``: the base's layers, counted from 0, that no copy has. ``dtype`` is
-    safetensors' name of the dtype to store in, None for each tensor's own. ``run`` defaults to a name drawn from
-    the seed. ``permanent_seed``: what permanent noise is drawn from, the same in every publication of a base, so
-    that publications cannot be averaged; None for ``seed``. ``derive_permanent_seed``: whether ``publish`` has to
-    derive that from the server's own secret. ``again``: publish although the register says that publications of this
+    ``kappa`` and ``shared_kappa`` scale the noise to each block's task vector (docs/design.md); ``calibration`` sets σ,
+    the same in every block, in their place (they are 0 then). ``max_noise`` bounds a copy's noise, as a share of the
+    RMS of a block's weights: it lowers permanent noise to ``PERMANENT_SHARE`` of that, and what cancels to what is
+    left. ``dtype`` is safetensors' name of the dtype to store in, None for each tensor's own. ``run`` defaults to a
+    name drawn from the seed. ``permanent_seed``: what permanent noise is drawn from, the same in every publication of a
+    base, so that publications cannot be averaged; None for ``seed``. ``derive_permanent_seed``: whether ``publish`` has
+    to derive that from the server's own secret. ``again``: publish although the register says that publications of this
     base could be averaged, or that its ε is spent. ``is_registered``: whether ``publish`` enters it in the register, in
     which ``aggregate`` looks up its noise. ``mark``: the size of noise of the publication's own that is the same in all
     of its copies, as a share of the other noise of the copy that has least. The same publication of the same base has
@@ -69,7 +67,6 @@ class Publication:
     run: str = ""
     round: int = 1
     max_noise: float | None = None
-    omitted: tuple[int, ...] = ()
     permanent_seed: bytes | None = field(default=None, repr=False)
     derive_permanent_seed: bool = False
     again: bool = False
@@ -131,24 +128,15 @@ class Publication:
 
         return Transform(layout, lambda layer: layout.symmetries(self.symmetries, layer), draws)
 
-    def noise(self, copies: Sequence[int], full_base: Model | None = None) -> Noise:
-        """The noise of ``copies``, counted from 1, for tensors by their names in copies of ``full_base``; without one,
-        by their names in the base. Permanent noise is drawn by names as in memory, which are the same for files with
-        and without a prefix. Raises UsageError if ``full_base`` lacks a layer that is omitted."""
-        names: dict[str, str] = {}
-        permanent_names: dict[str, str] = {}
-        if full_base:
-            names = names_in_base(full_base, self.omitted)
-            if self.permanent_seed:
-                permanent_names = {name: full_base.layout.full_name(full) for name, full in names.items()}
+    def noise(self, copies: Sequence[int], full_name: Callable[[str], str]) -> Noise:
+        """The noise of ``copies``, counted from 1; ``full_name``: that of the base's layout."""
         return Noise(
             self.randomness,
             self.round,
             self.scheme.mixing[[k - 1 for k in copies]],
             double=self.calibration is not None,
             permanent=Randomness(self.permanent_seed) if self.permanent_seed else None,
-            names=names,
-            permanent_names=permanent_names,
+            full_name=full_name,
         )
 
     def with_secrets_of(self, other: Publication) -> Publication:
@@ -175,8 +163,6 @@ class Publication:
             facts.append(asdict(self.calibration))
         if self.max_noise is not None:
             facts.append({"max_noise": self.max_noise})
-        if self.omitted:
-            facts.append({"omitted_layers": self.omitted})
         if self.mark:
             facts.append({"mark": self.mark})
         # The paper's noise, the only one of the first version, is not named.
@@ -191,7 +177,6 @@ class Publication:
                 copies=self.copies,
                 copy_id=self.randomness.key("copy id", identity, k).hex()[:32],
                 symmetries=self.symmetries,
-                omitted_layers=self.omitted,
             )
             for k in range(1, self.copies + 1)
         ]
@@ -206,7 +191,6 @@ def settings_of(disguise: Disguise) -> dict[str, Any]:
         "mark": disguise.mark or 0.0,
         "max_noise": disguise.max_noise,
         "symmetries": disguise.symmetries,
-        "omitted": disguise.omitted_layers,
     }
 
 

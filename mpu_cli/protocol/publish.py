@@ -25,7 +25,6 @@ from mpu_cli.files.reader import quoted_list, worker_pool
 from mpu_cli.files.sealing import seal_folder, write_private
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import CheckpointWriter, TensorSpecs, nbytes_of
-from mpu_cli.model.shallow import names_in_base, shallow
 from mpu_cli.model.source import Model, model_specs, not_in_copies, open_model, write_json, write_small_files
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.protocol.keys import BaseIdentity, Keys
@@ -64,13 +63,10 @@ class Target:
 class PublishPlan:
     """What ``publish`` will read and write.
 
-    ``full_base`` and ``full_pretrained``: the models with all layers; ``base`` and ``pretrained``: without those that
-    copies leave out; ``specs``: the tensors of each copy; ``manifests``: of all copies of the publication; ``copies``:
-    the numbers, from 1, of those to write; ``existing_keys``: if another copy of the publication was made before.
+    ``specs``: the tensors of each copy; ``manifests``: of all copies of the publication; ``copies``: the numbers, from
+    1, of those to write; ``existing_keys``: if another copy of the publication was made before.
     """
 
-    full_base: Model
-    full_pretrained: Model | None
     base: Model
     pretrained: Model | None
     publication: Publication
@@ -109,8 +105,8 @@ class Published:
 
 
 def plan_publish(
-    full_base: Model,
-    full_pretrained: Model | None,
+    base: Model,
+    pretrained: Model | None,
     publication: Publication,
     target: Target,
     *,
@@ -123,8 +119,6 @@ def plan_publish(
     publication if another copy of it was made before: they stay as they are. Raises MpuError if the base is not
     supported, the pretrained model does not fit it, or ``existing_keys`` belong to another publication.
     """
-    base = shallow(full_base, publication.omitted)
-    pretrained = shallow(full_pretrained, publication.omitted) if full_pretrained else None
     _check_alias(base)
     matching(base, pretrained)  # raises if the architectures differ
     manifests = publication.manifests(base.checkpoint.tensors, pretrained.address if pretrained else None)
@@ -132,9 +126,9 @@ def plan_publish(
         raise MpuError(f"{target.keys}: belongs to a publication with other options", "use those of its other copies")
     copies = tuple(sorted(set(only))) if only is not None else tuple(range(1, publication.copies + 1))
     return PublishPlan(
-        full_base=full_base, full_pretrained=full_pretrained, base=base, pretrained=pretrained, publication=publication,
-        target=target, specs=model_specs(base.checkpoint, base.layout, publication.dtype), manifests=tuple(manifests),
-        copies=copies, existing_keys=existing_keys,
+        base=base, pretrained=pretrained, publication=publication, target=target,
+        specs=model_specs(base.checkpoint, base.layout, publication.dtype), manifests=tuple(manifests), copies=copies,
+        existing_keys=existing_keys,
     )  # fmt: skip
 
 
@@ -225,7 +219,7 @@ def _write_copies(
         writing = CopyWriter(
             scan=scan,
             publication=publication,
-            noise=publication.noise(plan.copies, plan.full_base),
+            noise=publication.noise(plan.copies, layout.full_name),
             scales=[publication.scheme.scales[copy - 1] for copy in plan.copies],
             transforms=[publication.transform(copy, layout) for copy in plan.copies],
             writers=writers,
@@ -234,7 +228,7 @@ def _write_copies(
         )
         reports = writing.all_blocks(layout.blocks)
         _check_pretrained_differs(plan, reports)
-        fingerprint = scan.fingerprint(plan.full_base)
+        fingerprint = scan.fingerprint()
     keys = Keys(
         publication=publication,
         sigma=writing.sigma,
@@ -281,9 +275,8 @@ def _enter_in_register(
     Returns it with the seed of its permanent noise, and that noise's σ by block, which an earlier publication may have
     decided; None under --dp epsilon. Raises MpuError if an earlier publication forbids this one.
     """
-    publication, path, full_layout = plan.publication, default_register_path(), plan.full_base.layout
-    full_names = names_in_base(plan.full_base, publication.omitted)
-    sample = sample_of(plan.full_base.checkpoint, full_layout)
+    publication, path, layout = plan.publication, default_register_path(), plan.base.layout
+    sample = sample_of(plan.base.checkpoint, layout)
     cancels = publication.kappa or (publication.calibration and publication.calibration.sigma)
     entry = RegisterEntry(
         publication.run, publication.round, "", sample, seed=publication.seed.hex(),
@@ -294,14 +287,14 @@ def _enter_in_register(
             entries.append(enter(path, entry))
         return publication, None
     scales = scan.scales()  # reads all blocks, which the content needs
-    entry = replace(entry, content=scan.content(plan.full_base, full_layout, full_names))
+    entry = replace(entry, content=scan.content())
     if calibration := publication.calibration:
         sigma = calibration.shared_sigma or calibration.sigma * min(publication.scheme.scales)
         entries.append(enter_calibrated(path, entry, sigma, calibration.rounds, again=publication.again))
         return publication, None
     secret = server_secret(observer.note)  # before the entry: without it nothing is published
     requested = {block: publication.sigmas(scale.task, scale.weights)[1] for block, scale in scales.items()}
-    names = {block: full_layout.full_name(full_names[tensors[0].name]) for block, tensors in scan.layout.blocks.items()}
+    names = {block: layout.full_name(tensors[0].name) for block, tensors in layout.blocks.items()}
     requested_by_name = {names[block]: sigma for block, sigma in requested.items() if sigma}
     # Shows later whether server.key is still the same, and nothing else of it.
     entry = replace(entry, secret=Randomness(secret).key("which secret").hex()[:16])

@@ -16,7 +16,6 @@ from mpu_cli.files.folder import left_out
 from mpu_cli.files.reader import TORCH, Checkpoint
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.heap import return_freed_memory
-from mpu_cli.model.layout import without_layers
 from mpu_cli.model.source import TOKENIZER_FILES, not_in_copies, open_model
 from mpu_cli.model.transform import as_matrix
 from mpu_cli.protocol.noise import Scheme, statement
@@ -58,18 +57,16 @@ class Hidden:
 
 def leakage_of(plan: PublishPlan, published: Published) -> Hidden | None:
     """How far off the best known attack is, from the singular values of what fine-tuning changed in some blocks; None
-    without a pretrained model, if only some copies were written, or if fine-tuning changed nothing. Of layers that the
-    copies lack an attack knows nothing. Draws of permanent noise of one scale, also those of earlier publications,
-    average to that over √draws. Reads those blocks and layers."""
+    without a pretrained model, if only some copies were written, or if fine-tuning changed nothing. Draws of permanent
+    noise of one scale, also those of earlier publications, average to that over √draws. Reads those blocks."""
     base, layout, publication = plan.base, plan.base.layout, plan.publication
     if not plan.pretrained or len(plan.copies) < publication.copies:
         return None
     return_freed_memory()  # of slices, which the estimate has no use for
     draws = 1
     if publication.derive_permanent_seed:
-        sample = sample_of(plan.full_base.checkpoint, plan.full_base.layout)
+        sample = sample_of(base.checkpoint, layout)
         draws = max(1, draws_that_average(default_register_path(), sample))
-    unseen = _squares_left_out(plan)
     theirs = matching(base, plan.pretrained) or {}
     blocks = {report.block: report for report in published.blocks if report.copies and report.rms}
     layers = [name for name in blocks if layout.blocks[name][0].layer is not None]
@@ -94,7 +91,7 @@ def leakage_of(plan: PublishPlan, published: Published) -> Hidden | None:
         torch.manual_seed(0)  # the same estimate every time
         block_shares = {name: shares(name) for name in blocks if name in looked_at or name not in layers}
     of_layers = torch.stack([block_shares[name] for name in looked_at]).mean(0) if looked_at else torch.zeros(3, 2)
-    residual, together = torch.full((3, 2), unseen, dtype=torch.float64), unseen
+    residual, together = torch.zeros(3, 2, dtype=torch.float64), 0.0
     for name, report in blocks.items():
         squares = report.rms**2 * report.weights
         residual += squares * block_shares.get(name, of_layers)
@@ -103,21 +100,6 @@ def leakage_of(plan: PublishPlan, published: Published) -> Hidden | None:
         return None
     one_copy, all_copies, with_earlier = (residual.amin(1) / together).sqrt().tolist()
     return Hidden(one_copy, all_copies, with_earlier, draws)
-
-
-def _squares_left_out(plan: PublishPlan) -> float:
-    """Σ v² over the tensors of the layers that the copies lack."""
-    full_base = plan.full_base
-    layout = full_base.layout
-    gone = {t.name for t in layout.parameters} - set(without_layers(layout, plan.publication.omitted).names)
-    if not gone or plan.full_pretrained is None:
-        return 0.0
-    public, total = matching(full_base, plan.full_pretrained) or {}, 0.0
-    for name in gone:
-        for ours, theirs in zip(full_base.checkpoint.tensor(name), public[name], strict=True):  # a row each
-            total += float((ours.double() - theirs.double()).square().sum())
-        full_base.checkpoint.forget_pages(name)
-    return total
 
 
 def losses_of_copy(probe: Path, plan: PublishPlan, published: Published) -> dict[str, float]:
@@ -129,12 +111,12 @@ def losses_of_copy(probe: Path, plan: PublishPlan, published: Published) -> dict
     with Transaction() as transaction:
         if plan.target.recipients:
             folder = transaction.scratch(plan.target.keys.absolute().parent)
-            copy = remake_copy(plan.full_base, published.keys, plan.copies[0], folder)
+            copy = remake_copy(plan.base, published.keys, plan.copies[0], folder)
         else:
             copy = open_model(str(published.copies[0]))
-        models = {"the base": plan.full_base, f"copy_{plan.copies[0]}": copy}
-        if plan.full_pretrained:
-            models["the public model"] = plan.full_pretrained
+        models = {"the base": plan.base, f"copy_{plan.copies[0]}": copy}
+        if plan.pretrained:
+            models["the public model"] = plan.pretrained
         losses = {}
         for name, source in models.items():
             model, tokenizer = load(source, torch.float32, "auto")
@@ -248,7 +230,7 @@ class Reviewed(Published):
 def remarks_on_plan(plan: PublishPlan, *, secret_factors: bool) -> Iterator[Remark]:
     """What the copies will lack of the base, how they are disguised, and what that leaves open; with the noise's
     factors unless they are secret. Reads no weights."""
-    base = plan.full_base
+    base = plan.base
     if not any(path.name in TOKENIZER_FILES for path in base.side_files):
         yield Remark(
             f"{base.folder}: no tokenizer files next to the weights; the client needs them to train on the copies",
@@ -380,9 +362,6 @@ def _on_publication(plan: PublishPlan, *, secret_factors: bool) -> Iterator[Rema
     """Its noise, its symmetries and what they leave in place; the noise's factors unless they are secret."""
     publication = plan.publication
     scheme = publication.scheme
-    if publication.omitted:
-        lacking = few([str(layer) for layer in publication.omitted])
-        yield Remark(f"layers left out: {lacking}; above, the others are numbered as in the copies")
     factors = "" if secret_factors else f" ({', '.join(f'{factor:g}' for factor in scheme.factors)})"
     order = "" if scheme.copies == 1 else f"{factors}, cancels up to order {scheme.order - 1}"
     yield Remark(f"noise: {scheme.name}{order}; symmetries: {publication.symmetries}")
@@ -391,7 +370,7 @@ def _on_publication(plan: PublishPlan, *, secret_factors: bool) -> Iterator[Rema
             f"traceable: `mpu trace` finds these copies by their coordinates and a mark of {publication.mark:.0%} of "
             "their noise (docs/bounds_and_tracing.md)"
         )
-    tensors, layout = plan.full_base.checkpoint.tensors, plan.full_base.layout
+    tensors, layout = plan.base.checkpoint.tensors, plan.base.layout
     if bare := published_as_they_are(layout, tensors):
         yield Remark(bare, is_warning=True)
     unmoved = in_place(layout, tensors, publication.symmetries)

@@ -33,7 +33,6 @@ from mpu_cli.files.reader import (
 )
 from mpu_cli.files.writer import CheckpointWriter
 from mpu_cli.model.layout import Layout, TensorLayout
-from mpu_cli.model.source import Model
 from mpu_cli.model.transform import Transform, as_matrix, measured_slices, row_slices
 from mpu_cli.observer import Observer
 from mpu_cli.protocol.noise import Noise, Scales
@@ -119,35 +118,20 @@ class BaseScan:
                 scales[block] = scale
         return scales
 
-    def fingerprint(self, full_base: Model) -> str:
-        """The fingerprint of ``full_base``, after every block was read.
-
-        What belongs to no block, the alias and layers that the copies leave out, is read for it.
-        """
-        # By where they are stored: without layers, copies number those that remain anew.
-        ours = {info: name for name, info in self.base.tensors.items()}
+    def fingerprint(self) -> str:
+        """The fingerprint of the base, after every block was read; the alias, which is in none, is read for it."""
         digests = {}
-        for name, info in full_base.checkpoint.tensors.items():
-            cached_digests = self._digests.get(ours.get(info, ""))
-            digests[name] = cached_digests or list(piece_digests(full_base.checkpoint, name, self.pool))
-        return combine(full_base.checkpoint.tensors, digests)
+        for name in self.base.tensors:
+            digests[name] = self._digests.get(name) or list(piece_digests(self.base, name, self.pool))
+        return combine(self.base.tensors, digests)
 
-    def content(self, full_base: Model, layout: Layout, names: Mapping[str, str]) -> str:
-        """The content of ``full_base``, which has this ``layout``, after every block was read.
-
-        ``names``: what the tensors of the base are called in ``full_base``. Equal for models whose trained weights
-        have equal names and shapes and are equal in bfloat16.
-        """
-        digests = {names[name]: digest for name, digest in self._content.items()}
+    def content(self) -> str:
+        """The content of the base, after every block was read: equal for models whose trained weights have equal names
+        and shapes and are equal in bfloat16."""
         table = []
-        for tensor in layout.parameters:
-            digest = digests.get(tensor.name)
-            if digest is None:  # of a layer that the copies leave out
-                chunks = full_base.checkpoint.tensor(tensor.name).reshape(-1).split(CONTENT_PIECE)
-                digest = blake3(b"".join(self.pool.map(content_digest, chunks))).digest()
-            full_base.checkpoint.forget_pages(tensor.name)
-            shape = list(full_base.checkpoint.tensors[tensor.name].shape)
-            table.append([layout.full_name(tensor.name), shape, digest.hex()])
+        for tensor in self.layout.parameters:
+            shape = list(self.base.tensors[tensor.name].shape)
+            table.append([self.layout.full_name(tensor.name), shape, self._content[tensor.name].hex()])
         return blake3(json.dumps(sorted(table), separators=(",", ":")).encode()).hexdigest()
 
     def _read(self, tensor: TensorLayout) -> list[Future]:

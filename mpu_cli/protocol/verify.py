@@ -8,11 +8,11 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.errors import MpuError
 from mpu_cli.files.boundary import private_scratch
 from mpu_cli.files.folder import left_out
 from mpu_cli.files.manifest import read_copy_manifest
@@ -29,7 +29,6 @@ from mpu_cli.files.reader import (
 )
 from mpu_cli.model.family import EVERY, SETS, Symmetry
 from mpu_cli.model.layout import Layout, TensorLayout, layout_of
-from mpu_cli.model.shallow import shallow
 from mpu_cli.model.source import Model
 from mpu_cli.model.transform import TensorMap, Transform, as_matrix, row_slices
 from mpu_cli.observer import SILENT, Observer
@@ -44,6 +43,7 @@ TOKENS = (2, 64)  # batch and length of the random tokens on which logits are co
 SAME_FUNCTION = 1e-4  # of the largest logit, in float32
 # Another processor may round the last bit of the noise differently, which occasionally changes the weight too.
 OTHERWISE_ROUNDED = 0.01  # share of weights
+LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # entries of configs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,13 +95,6 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
         raise MpuError(f"{copy.source}: not an mpu copy (mpu.json is missing or foreign)")
     if not 1 <= manifest.copy <= keys.copies or keys.copy_ids[manifest.copy - 1] != manifest.copy_id:
         raise MpuError(f"{copy.source}: belongs to another publication", "use the keys of that publication")
-    try:
-        noise = keys.publication.noise([manifest.copy], base)
-    except UsageError as error:
-        raise MpuError(
-            f"{base.source}: is not the model that was published ({error})", "specify it with --base"
-        ) from error
-    base = shallow(base, keys.publication.omitted)
     layout = base.layout
     if [t.name for t in layout.parameters] != [t.name for t in copy.layout.parameters]:
         raise MpuError(f"{copy.source}: tensors differ from {base.source}")
@@ -109,7 +102,7 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
         base=base.checkpoint,
         copy=copy.checkpoint,
         keys=keys,
-        noise=noise,
+        noise=keys.publication.noise([manifest.copy], layout.full_name),
         transform=keys.publication.transform(manifest.copy, layout),
         number=manifest.copy,
     )
@@ -310,12 +303,12 @@ class SymmetryCheck:
 
 @dataclass(frozen=True)
 class FamilyCheck:
-    """``unmoved``: the tensors that no symmetry moves. ``layers``: those that were checked, one of each kind at least.
+    """``unmoved``: the tensors that no symmetry moves. ``layers``: how many were checked, one of each kind at least.
     ``returned``: by set, how far random changes of a copy's weights are from what undoing gives, relative."""
 
     checks: list[SymmetryCheck]
     unmoved: list[str]
-    layers: list[int]
+    layers: int
     returned: dict[str, float]
 
     @property
@@ -359,9 +352,8 @@ def check_family(model: Model, observer: Observer = SILENT) -> FamilyCheck:
     """Apply the symmetries of the model's family to its weights, in memory, and compare logits on random tokens; and
     take random changes of copies back.
 
-    A model whose layers do not depend on their number is checked without most of them: one of each kind is left, and
-    two at least. Raises MpuError if the family is not listed, its table does not describe the tensors, or copies would
-    lack entries of the config.
+    Of a deep model, the first layers are checked: one of each kind, and two at least. Raises MpuError if the family is
+    not listed, its table does not describe the tensors, or copies would lack entries of the config.
     """
     # Importing transformers takes seconds; publishing, which uses ``unmoved``, does without.
     from mpu_cli.model.load import load
@@ -374,8 +366,8 @@ def check_family(model: Model, observer: Observer = SILENT) -> FamilyCheck:
             f"{model.config_path}: transformers reads {quoted_list(lost)}, which copies would not get",
             "add it to CONFIG in mpu_cli/files/boundary.py",
         )
-    with _with_one_of_each_kind(model, full_layout) as (small, layers):
-        layout = layout_of(small.checkpoint.tensors, small.config, model.source)
+    with _first_layers(model) as small:
+        layout = small.layout
         cases = list(_cases(layout))
         differences: dict[tuple[str, str], dict[torch.dtype, float]] = {case: {} for case in cases}
         observer.stage("check", len(cases) * len(MAX_LOGIT_DIFFERENCE), "checks")
@@ -398,32 +390,51 @@ def check_family(model: Model, observer: Observer = SILENT) -> FamilyCheck:
     return FamilyCheck(
         [SymmetryCheck(*case, differences[case]) for case in cases],
         unmoved_tensor_names(full_layout, EVERY),
-        layers,
+        len(layout.structures),
         returned,
     )
 
 
 @contextmanager
-def _with_one_of_each_kind(model: Model, layout: Layout) -> Iterator[tuple[Model, list[int]]]:
-    """``model`` with one layer of each kind, and two at least, and which those are; all of them if what a layer
-    computes depends on its number."""
+def _first_layers(model: Model) -> Iterator[Model]:
+    """``model`` with its first layers only: one of each kind, and two at least; whole if that is another model."""
     from safetensors.torch import save_file
 
-    count = len(layout.structures)
-    layer_by_kind: dict[tuple, int] = {}
-    for layer, structure in enumerate(layout.structures):
-        layer_by_kind.setdefault((structure, tuple(layout.sizes_of(layer).items())), layer)
-    layers = sorted({*layer_by_kind.values(), *range(min(2, count))})
+    layout = model.layout
+    kinds = [(structure, tuple(layout.sizes_of(i).items())) for i, structure in enumerate(layout.structures)]
+    count = max(2, *(kinds.index(kind) + 1 for kind in kinds))
+    config, inner = dict(model.config), layout.family.text_config
+    if inner and isinstance(text := config.get(inner), dict):
+        config[inner] = _cut(text, len(kinds), count)
+    else:
+        config = _cut(config, len(kinds), count)
+    tensors = {
+        name: model.checkpoint.tensors[name]
+        for name, tensor in layout.tensors.items()
+        if tensor.layer is None or tensor.layer < count
+    }
     try:
-        small = shallow(model, [layer for layer in range(count) if layer not in layers])
-    except MpuError:
-        small, layers = model, list(range(count))
-    with private_scratch() as folder:
-        if small is not model:  # transformers reads files, which have the names of the whole model
-            tensors = {name: small.checkpoint.tensor(name) for name in small.checkpoint.tensors}
-            save_file(tensors, folder / WEIGHTS_NAME, {"format": "pt"})
-            small = replace(small, checkpoint=open_checkpoint(folder / WEIGHTS_NAME))
-        yield small, layers
+        fits = layout_of(tensors, config, model.source).structures == layout.structures[:count]
+    except MpuError:  # a tensor outside the layers has an axis as long as the model is deep, say
+        fits = False
+    if not fits:
+        yield model
+        return
+    with private_scratch() as folder:  # transformers reads files
+        save_file({name: model.checkpoint.tensor(name) for name in tensors}, folder / WEIGHTS_NAME, {"format": "pt"})
+        yield replace(model, checkpoint=open_checkpoint(folder / WEIGHTS_NAME), config=config)
+
+
+def _cut(config: Mapping[str, Any], layers: int, count: int) -> dict[str, object]:
+    """``config``, of a model of as many ``layers``, for its first ``count``: the number, and lists by layer."""
+    entries: dict[str, object] = {}
+    for name, value in config.items():
+        if isinstance(value, list) and len(value) == layers:
+            value = value[:count]
+        elif isinstance(value, dict):  # by a layer's number
+            value = {key: entry for key, entry in value.items() if not key.isdigit() or int(key) < count}
+        entries[name] = count if name in LAYER_COUNTS and value == layers else value
+    return entries
 
 
 def _round_trip_error(layout: Layout, model: Model, set_name: str) -> float:

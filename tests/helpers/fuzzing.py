@@ -219,7 +219,7 @@ def _keys(folder: Path) -> None:
     keys = unseal(folder / "keys.bin", [identity], secret=bytes(32))
     publication = keys.publication
     publication.scheme.weights.sum()
-    noise = publication.noise([1])
+    noise = publication.noise([1], str)
     scales = publication.scales(publication.kappa, publication.shared_kappa)
     noise.of_copies(noise.draws(noise.subkeys("x", scales), 0, 8, torch.float32), scales)
 
@@ -330,7 +330,7 @@ def make_seeds(folder: Path) -> Path:
 def _make_documents(folder: Path, copy: Path) -> None:
     """What mpu writes besides checkpoints: results, ledgers, keys, an adapter, a run."""
     identity = pyrage.x25519.Identity.generate()
-    publication = Publication(seed=bytes(32), run="run", shared_kappa=0.1, permanent_seed=bytes(32), omitted=(1,))
+    publication = Publication(seed=bytes(32), run="run", shared_kappa=0.1, permanent_seed=bytes(32))
     base = BaseIdentity("/models/base", "/models/base/config.json", "blake3:" + "0" * 64)
     keys = Keys(publication, {"x": 0.1}, ("a", "b", "c"), base, "/models/public", {"x": 0.2})
     mechanism = {"noise_multiplier": 1.5, "sample_rate": 0.5, "steps": 3}

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, CLIPImageProcessorPil, GenerationConfig
 from transformers import PreTrainedModel as Network
 
-from mpu_cli.errors import MpuError
 from mpu_cli.files.boundary import CONFIG
 from mpu_cli.files.folder import left_out
 from mpu_cli.files.randomness import Randomness
@@ -33,9 +32,6 @@ from mpu_cli.model.source import Model, open_model
 from mpu_cli.model.staging import fields_of
 from mpu_cli.model.transform import as_matrix, name_in_copy, row_slices, tensor_map
 from mpu_cli.model.wrappers import supported_families
-from mpu_cli.protocol.noise import ZeroSum
-from mpu_cli.protocol.publication import Publication
-from mpu_cli.protocol.publish import Target, plan_publish, publish
 from mpu_cli.records.encode import Example
 from mpu_cli.training.copycheck import traps
 from tests.helpers.evaluation import items_of
@@ -60,11 +56,6 @@ EVERY = [*CONFIGS, *FAMILY_CONFIGS, *(f"{name}-fused" for name in FUSED)]
 # Entries of configs that say where a model came from and which program wrote it.
 OF_FILES = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
 OF_CLASSIFIERS = {"id2label", "label2id", "problem_type"}
-# What a layer of theirs computes follows from its number, or from a config of a form of its own.
-LAYERS_BY_NUMBER = {
-    "gemma4", "gemma4_text-channels", "gpt_neo", "qwen3_moe", "glm4_moe", "glm4_moe-normed", "ernie4_5_moe-biases",
-    "nemotron_h", "nemotron_h-latent", "gemma3n_text", "deepseek_v2", "deepseek_v3", "mistral3-mistral4", "minicpm3",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -233,40 +224,6 @@ def logits_through(base: Path, layout: Layout, maps: dict) -> torch.Tensor:
         save_file(before, path, {"format": "pt"})
 
 
-def copies_without_layers_compute_what_the_base_without_them_does(subject: Subject) -> None:
-    omitted = (0,) if len(subject.layout.structures) == 2 else (1, 2)
-    publication = Publication(seed=bytes(32), kappa=0.0, scheme=ZeroSum((1.0,)), omitted=omitted)
-    folder = subject.folder / "shallow"
-
-    def first_copy() -> Path:
-        target = Target(folder, folder / "keys", lambda _: b"")
-        return publish(plan_publish(subject.model, None, publication, target)).copies[0]
-
-    if subject.name.removesuffix("-fused") in LAYERS_BY_NUMBER:
-        with pytest.raises(MpuError, match="depends on their number"):
-            first_copy()
-        return
-    expected = logits_without_layers(subject, omitted)
-    assert relative(logits(read(first_copy())), expected) < subject.tolerance
-
-
-def logits_without_layers(subject: Subject, omitted: tuple[int, ...]) -> torch.Tensor:
-    """Those of transformers' own model, whose layers ``omitted`` pass on what they are given."""
-    network, layout = subject.network, subject.layout
-
-    def passes_on(_: torch.nn.Module, args: tuple, kwargs: dict, output: object) -> object:
-        states = args[0] if args else kwargs["hidden_states"]
-        return (states, *output[1:]) if isinstance(output, tuple) else states
-
-    count = len(layout.structures)
-    named = network.get_decoder().named_modules()
-    layer_attribute = layout.family.layer.format(i=0).split(".")[-3]  # layers, h or blocks
-    [layers] = [module for name, module in named if name.split(".")[-1] == layer_attribute and len(module) == count]
-    for layer in omitted:
-        layers[layer].register_forward_hook(passes_on, with_kwargs=True)
-    return logits(network)
-
-
 def items_that_begin_alike_are_scored_as_alone(subject: Subject) -> None:
     """Whatever attends along paths, convolves or keeps a state. Compared with log-probabilities of each item by itself;
     Mistral's prompts are longer than its window."""
@@ -347,7 +304,6 @@ PROPERTIES = (
     check_family_says_so,
     copies_compute_what_the_base_computes,
     what_is_no_symmetry_changes_the_function,
-    copies_without_layers_compute_what_the_base_without_them_does,
     items_that_begin_alike_are_scored_as_alone,
     answers_are_those_to_each_prompt_alone,
     the_output_of_a_layer_is_the_hidden_state,

@@ -65,7 +65,7 @@ class TestPublish:
             "--pretrained PUBLIC --mark 0.05 --max-noise 0.05 --dtype float32",
             "--pretrained PUBLIC --copies 2 --mark 0",
             "--pretrained PUBLIC --kappa 0.0123456789 --nodes 1,-1,0.3 --symmetries all --max-noise 0.5",
-            "--pretrained PUBLIC --permanent-noise 3.3333333 --copies 1 --omit-layers 1",
+            "--pretrained PUBLIC --permanent-noise 3.3333333 --copies 1",
             "--kappa 0.5 --permanent-noise 0.2 --mark 0.2 --noise zero-sum --alphas 1,1.7",
             "--noise zero-sum --copies 3 --alphas random",
             "--epsilon 2 --dp-delta 1e-5 --sensitivity 0.12345678 --adversary one-copy --budget-rounds 4",
@@ -570,15 +570,6 @@ class TestPermanentNoise:
         """Whose sums differ in their last bits: the scale, which is part of what it is drawn from, is rounded."""
         publication = Publication(seed=bytes(32), kappa=0.0, shared_kappa=1.0, permanent_seed=bytes(32))
         assert publication.sigmas(0.012345678, 1.0) == publication.sigmas(0.012345679, 1.0) == (0.0, 0.0123)
-
-    def test_a_copy_without_layers_has_it_too(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
-        for name, options in (("whole", ()), ("shallow", ("--omit-layers", 0))):
-            mpu("publish", base, "--copies", 1, "--symmetries", "none", "--permanent-noise", 1, *options, "--out",
-                tmp_path / name, "--keys", tmp_path / name / "keys.bin")  # fmt: skip
-        mpu("verify", tmp_path / "shallow" / "copy_1", "--keys", tmp_path / "shallow" / "keys.bin")
-        full_copy, shallow = (tensors(tmp_path / name / "copy_1") for name in ("whole", "shallow"))
-        for name, tensor in shallow.items():
-            assert torch.equal(tensor, full_copy[name.replace("layers.0.", "layers.1.")])
 
     def test_a_further_copy_later(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
         """--only: the keys say what it is drawn from, also after the server's own secret is gone."""
