@@ -7,37 +7,34 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.commands.unlearn import memory_of
+from mpu_cli.errors import UsageError
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.publishing import Disguise
-from mpu_cli.options.unlearning import Lora, RecordFormat, Training, Unlearning
-from mpu_cli.wording import bytes_of, counted, in_bytes, in_time
+from mpu_cli.options.unlearning import Goal, Lora, RecordFormat, Stopping, Training, Unlearning
+from mpu_cli.wording import bytes_of, counted, in_bytes
 
 if TYPE_CHECKING:
-    from mpu_cli.measuring.cost import Cost, Machine, Memory, Work
-    from mpu_cli.model.source import Model
+    from mpu_cli.measuring.cost import Cost, Memory, Work
     from mpu_cli.protocol.noise import Scheme
-
-
-BUSY = 0.5  # of the time of each core, for other programs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a round costs. ``model``: as it is sent; ``tokens``: that training reads per copy, if the records are known;
-    ``peak``: memory of the client; ``suggestion``: what makes it fit into ``room``, if it does not."""
+    """What a round costs. ``records``: how many are to be forgotten, None if they are not known, and ``kept`` for each
+    of them in a step; ``steps`` per copy, at most; ``peak``: memory of the client, which has ``room`` for so much."""
 
-    model: Model
     disguise: Disguise
     scheme: Scheme
     costs: Cost
-    machine: Machine
-    tokens: int | None
     peak: Memory
     work: Work
     room: float | None
-    suggestion: tuple[str, Memory] | None
+    records: int | None
+    kept: int
+    steps: int | None
+    step_seconds: float | None
 
     @property
     def fits(self) -> bool | None:
@@ -46,10 +43,9 @@ class Estimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Command):
-    """Estimate the cost of one round of the protocol: bytes written and sent, memory of each party, operations, time.
+    """Estimate the cost of one round of the protocol: bytes written and sent, memory of each party, steps of training.
 
-    Copies and noise are those of `mpu publish` with the same options, the client's memory is that of `mpu unlearn`;
-    bandwidth and speed are measured here.
+    Copies and noise are those of `mpu publish` with the same options, memory and steps those of `mpu unlearn`.
     """
 
     NAME: ClassVar[str] = "plan"
@@ -65,36 +61,39 @@ class Plan(Command):
     )
     algo: str = option(Unlearning.algo, "Unlearning algorithm.", metavar="NAME")
     forget: str | None = option(
-        None, "Records to forget, to estimate the time and memory of training (as for unlearn).", metavar="DATA"
+        None, "Records to forget, to count the steps and memory of training (as for unlearn).", metavar="DATA"
     )
     length: int = option(256, "Tokens of the longest record, where there is no --forget.", least=2, metavar="N")
     memory: str | None = option(
-        None,
-        "Memory of the client's card or machine, such as 24GB: says whether training fits, and what makes it fit.",
-        metavar="SIZE",
+        None, "Memory of the client's card or machine, such as 24GB: says whether training fits.", metavar="SIZE"
     )
-    epochs: int = option(10, "Epochs per round, with as many retain records as forget records.", least=1)
+    epochs: int | None = option(None, "Epochs per round (default: until it is done).", least=1)
+    measure_step: bool = option(False, "Also train two steps here on --forget, and say how long one takes.")
 
     def run(self, observer: Observer = SILENT) -> Estimate:  # noqa: ARG002 (as all commands have it)
         room = None if self.memory is None else bytes_of(self.memory)
+        if self.measure_step and self.forget is None:
+            raise UsageError("--measure-step: needs records to train on", "add --forget DATA")
 
         from mpu_cli.measuring.cost import (
             Work,
             cost,
             examples_of,
             largest_work,
-            measure_machine,
             peak_memory,
             rows_at_once,
-            set_count,
-            way_to_fit,
+            seconds_of_step,
+            steps_of,
         )
         from mpu_cli.model.source import open_model
         from mpu_cli.protocol.noise import scheme_of
+        from mpu_cli.records.read import read_records
+        from mpu_cli.training.data import Dataset
         from mpu_cli.training.job import check_options
         from mpu_cli.training.rates import with_precision
+        from mpu_cli.training.stopping import Until
 
-        unlearning = Unlearning(algo=self.algo, training=self.training, lora=self.lora)
+        unlearning = Unlearning(algo=self.algo, training=self.training, lora=self.lora, epochs=self.epochs)
         objective = check_options(unlearning)
         if self.pretrained is not None:
             open_model(self.pretrained)  # raises for one that is not there
@@ -102,45 +101,55 @@ class Plan(Command):
         scheme = scheme_of(disguise)
         opened = open_model(self.model)
         unlearning = replace(unlearning, training=with_precision(self.training, opened))
-        tokens = None
         rows = rows_at_once(unlearning, objective)
         work = Work(rows, self.length, rows * self.length // 2)
+        count = steps = seconds = None
         if self.forget:
-            examples = examples_of(opened, self.forget, self.reading)
-            tokens = set_count(unlearning) * self.epochs * sum(len(example.ids) for example in examples)
-            work = largest_work({"forget": examples}, unlearning, objective)
-        machine = measure_machine(unlearning.training.precision)
-        costs = cost(opened, machine, copies=scheme.copies, options=unlearning, tokens=tokens)
-        peak = peak_memory(opened, unlearning, objective, work)
-        suggestion = None
-        if room is not None and peak.total > room:
-            suggestion = way_to_fit(opened, unlearning, objective, work, room)
+            records = read_records(self.forget, self.reading)
+            count = len(records)
+            work = largest_work({"forget": examples_of(opened, records)}, unlearning, objective)
+            steps = steps_of(unlearning, count, None if self.epochs else Until(Goal(), Stopping()))
+            if self.measure_step:
+                seconds = seconds_of_step(opened, Dataset(records, records), unlearning)
         return Estimate(
-            model=opened, disguise=disguise, scheme=scheme, costs=costs, machine=machine, tokens=tokens, peak=peak,
-            work=work, room=room, suggestion=suggestion,
-        )  # fmt: skip
+            disguise=disguise,
+            scheme=scheme,
+            costs=cost(opened, copies=scheme.copies, options=unlearning),
+            peak=peak_memory(opened, unlearning, objective, work),
+            work=work,
+            room=room,
+            records=count,
+            kept=objective.algorithm.retain_per_forget if objective.constants.alpha else 0,
+            steps=steps,
+            step_seconds=seconds,
+        )
 
     def report(self, estimate: Estimate, observer: Observer) -> Report:
+        from mpu_cli.training.unlearn import ADVICE
+
         scheme, disguise, costs, peak = estimate.scheme, estimate.disguise, estimate.costs, estimate.peak
         lines = [
-            f"model\t{costs.weights:,} weights, {costs.attention_weights:,} of them in attention",
+            f"model\t{costs.weights:,} weights",
             f"server writes and sends\t{in_bytes(costs.published)} in {counted(scheme.copies, 'copy', 'copies')}",
             f"client returns\t{in_bytes(costs.returned)} of deltas",
             f"server memory\tabout {in_bytes(costs.server_memory)}, regardless of the model",
             f"client memory\tabout {in_bytes(peak.total)}: {memory_of(peak, estimate.work)}",
         ]
         if estimate.room is not None:
-            lines.append(_fit_line(estimate.room, bool(estimate.fits), estimate.suggestion))
-        lines += _work_lines(costs, estimate.machine, estimate.tokens)
+            lines.append(f"{'fits' if estimate.fits else 'does not fit'}\tinto {in_bytes(estimate.room)}")
+        if estimate.steps is not None:
+            lines.append(f"client trains\t{self._time(estimate)}")
         lines += _noise_lines(scheme, disguise)
         observer.note("these are estimates for one round; `mpu run` logs measured numbers for whole rounds")
+        if estimate.fits is False:
+            observer.note(f"what takes less memory: {ADVICE}")
         document = {
             **asdict(costs),
-            "machine": asdict(estimate.machine),
-            "tokens": estimate.tokens,
+            "records": estimate.records,
+            "steps": estimate.steps,
+            "step_seconds": estimate.step_seconds,
             "client_memory": {**asdict(peak), "total": peak.total},
             "fits": estimate.fits,
-            "fits_with": estimate.suggestion[0] if estimate.suggestion else None,
             "noise": {
                 "kappa": disguise.kappa,
                 "permanent_noise": disguise.permanent_noise,
@@ -154,33 +163,16 @@ class Plan(Command):
         }
         return Report(lines, document)
 
-
-def _work_lines(costs: Cost, machine: Machine, tokens: int | None) -> Iterator[str]:
-    """How long both parties take on this machine."""
-    yield (
-        f"server's work\tabout {in_time(costs.server_seconds)}: {in_bytes(costs.moved)} moved and "
-        f"{costs.operations:.3g} operations, as the paper counts, at {machine.bandwidth / 1e9:.1f} GB/s and "
-        f"{machine.operations / 1e9:.0f} billion operations/s"
-    )
-    if costs.training_operations is not None and costs.training_seconds is not None:
-        yield (
-            f"client trains\t{costs.training_operations:.3g} operations on {tokens:,} tokens per copy: about "
-            f"{in_time(costs.training_seconds)} on this machine's processors at "
-            f"{machine.training_operations / 1e9:.0f} billion operations/s, {machine.spread:.1f} times as long at the "
-            "slowest speed measured"
-        )
-    if machine.busy > BUSY:
-        yield "busy\tother programs compute here now: alone, all of it takes less time"
-
-
-def _fit_line(room: float, fits: bool, suggestion: tuple[str, Memory] | None) -> str:
-    """Whether training fits, or with what it would."""
-    if fits:
-        return f"fits\tinto {in_bytes(room)}"
-    text = "nor with smaller micro-batches, checkpointing, LoRA and bfloat16; FSDP shares it between several cards"
-    if suggestion:
-        text = f"with {suggestion[0]} it takes {in_bytes(suggestion[1].total)}"
-    return f"does not fit\tinto {in_bytes(room)}; {text}"
+    def _time(self, estimate: Estimate) -> str:
+        """How long the client trains on each copy: in steps, and with a step's time if it was measured."""
+        size = min(self.training.batch_size, estimate.records or 0)
+        most = "" if self.epochs else " at most"
+        text = f"as long as {counted(estimate.steps or 0, 'step')}{most} of {counted(size, 'record')} to forget"
+        if estimate.kept:
+            text += f" and {size * estimate.kept} to keep"
+        if estimate.step_seconds is not None:
+            text += f"; a step takes {estimate.step_seconds:.2g} s here"
+        return text
 
 
 def _noise_lines(scheme: Scheme, disguise: Disguise) -> Iterator[str]:

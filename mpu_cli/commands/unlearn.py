@@ -24,7 +24,7 @@ from mpu_cli.options.command import FORCE, IDENTITY, Command, Preview, Report, p
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.unlearning import Checks, Goal, Logging, Records, Stopping, Unlearning
 from mpu_cli.subprocesses import process_count
-from mpu_cli.wording import counted, in_bytes, in_time
+from mpu_cli.wording import counted, in_bytes
 
 if TYPE_CHECKING:
     from mpu_cli.measuring.cost import Memory, Work
@@ -468,6 +468,8 @@ class Unlearn(Command):
         for warning in remarks_on_warmup(plan.options.training, cost.steps):
             observer.warn(warning)
         batch = counted(plan.options.training.batch_size, "record")
+        if cost.kept:
+            batch += f" to forget and {cost.kept} to keep"
         steps = f"about {counted(cost.steps, 'step')}, {counted(cost.epochs, 'epoch')}"
         if plan.until:
             steps = f"until it is done, {counted(cost.steps, 'step')} at most"
@@ -488,9 +490,6 @@ class Unlearn(Command):
                 f"privacy: the noise is at least {1 / signal:.2g} times what the records change, even if all of them "
                 "pull the same way; `mpu surrogate` forgets what many records share at a smaller price"
             )
-        if cost.seconds is not None:
-            about = "at most about" if plan.until else "about"
-            notes.append(f"training takes {about} {in_time(len(models) * cost.seconds)} on this machine's processors")
         checkpoints = KEPT_CHECKPOINTS * int(cost.memory.weights + cost.memory.state) if self.logging.resume else 0
         if checkpoints:
             notes.append(f"checkpoints of --resume take {in_bytes(checkpoints)} beside the delta while it trains")

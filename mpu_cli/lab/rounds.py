@@ -36,7 +36,7 @@ from mpu_cli.files.randomness import new_seed, seed_from_number
 from mpu_cli.files.reader import OPTION, fingerprint
 from mpu_cli.files.resumption import alone_in, append_line, differences, read_lines, write_atomically
 from mpu_cli.files.sealing import make_identity, read_identities
-from mpu_cli.measuring.cost import cost, examples_of, measure_machine, set_count
+from mpu_cli.measuring.cost import cost, steps_of
 from mpu_cli.model.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer, Within
 from mpu_cli.options.declare import as_arguments, declared_options, flat, from_flat
@@ -57,7 +57,8 @@ from mpu_cli.training.data import Dataset
 from mpu_cli.training.delta import client_secret, delta_specs
 from mpu_cli.training.job import check_options, decisive_options, epochs_of, refers_back
 from mpu_cli.training.losses import algorithm_named
-from mpu_cli.training.rates import with_precision, with_rate
+from mpu_cli.training.rates import with_rate
+from mpu_cli.training.stopping import Until
 from mpu_cli.training.unlearn import unlearn
 from mpu_cli.version import __version__
 
@@ -483,36 +484,33 @@ def _survival(published: Published) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class ExperimentCost:
-    """An experiment with all its rounds: bytes to and from the client, hours of training here, roughly."""
+    """An experiment with all its rounds: bytes to and from the client, and steps of training on all copies."""
 
     sent: int
     returned: int
-    hours: float
+    steps: int
 
 
-def costs_of(experiments: Sequence[Experiment]) -> list[ExperimentCost | None]:
-    """What each experiment costs; None if its model or records are not on this machine."""
-    token_counts: dict[tuple[str, str, RecordFormat], int] = {}  # of sources of records, which experiments share
+def costs_of(experiments: Sequence[Experiment], until: Until | None = None) -> list[ExperimentCost | None]:
+    """What each experiment costs, at most if it trains ``until`` it is done; None if its model or records are not on
+    this machine."""
+    counts: dict[tuple[str, RecordFormat], int] = {}  # of sources of records, which experiments share
 
     def cost_of(experiment: Experiment) -> ExperimentCost | None:
         played = with_merged_rounds(experiment)
         published, options = publication_in(played, seed=bytes(32)), played.unlearning
-        source = (played.base, options.records.forget, options.records.reading)
+        source = (options.records.forget, options.records.reading)
         if not Path(played.base).exists():
             return None
         try:
             model = open_model(played.base)
-            if source not in token_counts:
-                examples = examples_of(model, options.records.forget, options.records.reading)
-                token_counts[source] = sum(len(example.ids) for example in examples)
+            if source not in counts:
+                counts[source] = len(read_records(*source))
         except MpuError:
             return None
-        round_cost = cost(
-            model, measure_machine(with_precision(options.training, model).precision), copies=published.copies,
-            options=options, tokens=int(set_count(options) * epochs_of(options) * token_counts[source]),
-        )  # fmt: skip
-        rounds, seconds = rounds_of(played), round_cost.training_seconds
-        assert seconds is not None
-        return ExperimentCost(rounds * round_cost.published, rounds * round_cost.returned, rounds * seconds / 3600)
+        of_round = cost(model, copies=published.copies, options=options)
+        rounds = rounds_of(played)
+        steps = rounds * published.copies * steps_of(options, counts[source], until)
+        return ExperimentCost(rounds * of_round.published, rounds * of_round.returned, steps)
 
     return [cost_of(experiment) for experiment in experiments]

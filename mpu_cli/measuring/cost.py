@@ -1,19 +1,11 @@
-"""What a round will cost, before anyone starts it: bytes, memory, operations, the server's time.
-
-The paper (appendix) counts 9·m·N·b bytes moved and m·(6N + 4·d_h·N_attn) operations for publishing and aggregating
-m copies of N weights of b bytes, N_attn of them in attention. The time is the larger of what these take at this
-machine's measured bandwidth and speed: a roofline, which is ours, not the paper's.
-"""
+"""What a round will cost, before anyone starts it: bytes, memory and steps."""
 
 from __future__ import annotations
 
 import math
-import os
-import timeit
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cache
-from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -21,7 +13,7 @@ from torch.nn.functional import linear
 from transformers import PretrainedConfig, PreTrainedModel
 
 from mpu_cli.errors import MpuError
-from mpu_cli.files.reader import ITEM_SIZE
+from mpu_cli.files.boundary import private_scratch
 from mpu_cli.files.writer import nbytes_of
 from mpu_cli.heap import RETURNED
 from mpu_cli.model.device import device_of
@@ -29,66 +21,78 @@ from mpu_cli.model.load import skeleton, tokenizer_of
 from mpu_cli.model.network import CHUNK, build, input_of
 from mpu_cli.model.source import Model
 from mpu_cli.model.tensors import BYTES, linear_layers
-from mpu_cli.options.declare import declared_options, flat, from_flat
-from mpu_cli.options.unlearning import RecordFormat, Unlearning
+from mpu_cli.observer import Observer
+from mpu_cli.options.unlearning import Unlearning
 from mpu_cli.protocol.stream import BUFFERS
 from mpu_cli.records.encode import Encoding, Example, answer_tokens
-from mpu_cli.records.read import read_records
+from mpu_cli.records.forms import Record
 from mpu_cli.training import lora
 from mpu_cli.training.data import Dataset, encoded_sets
 from mpu_cli.training.delta import change_of, delta_specs, stored_specs
 from mpu_cli.training.execution import in_precision
 from mpu_cli.training.job import PRECISIONS, check_options, epochs_of
 from mpu_cli.training.loop import schedule
-from mpu_cli.training.losses import Objective, objective_of
+from mpu_cli.training.losses import Objective
 from mpu_cli.training.optimizers import OPTIMIZERS
 from mpu_cli.training.rates import records_at_once, usual_rate, with_epochs, with_precision, with_rate
 from mpu_cli.training.stopping import Until
-
-ATTENTION = {"query", "key", "value", "mixed"}
-TRIES = 9
-SLOWER = 2.0  # a training than its matrix products would be alone, at batches of a few records (docs/measured.md)
-
-
-@dataclass(frozen=True)
-class Machine:
-    """Measured here: bytes copied in memory per second (counting read and write), and operations per second of matrix
-    products, in float32 and (``training_operations``) in the precision of a training.
-
-    ``spread``: how many times as long the slowest of these products took as the fastest; ``busy``: for how many other
-    programs each core had work in the last minute.
-    """
-
-    bandwidth: float
-    operations: float
-    training_operations: float
-    spread: float
-    busy: float
+from mpu_cli.training.unlearn import unlearn
 
 
 @dataclass(frozen=True)
 class Cost:
-    """One round, as the paper counts it; bytes and seconds.
-
-    ``weights``: of the model, ``attention_weights`` of them in attention, whose heads have ``head_size`` coordinates;
-    ``published``: bytes of all ``copies``; ``returned``: of their deltas; ``moved``: bytes that the server
-    reads and writes, ``operations`` what it computes, ``intensity`` their ratio; ``server_seconds`` the larger of what
-    both take here; ``training_…``: of all copies, None if the records are not known.
-    """
+    """What passes between the parties in one round, in bytes: ``published``, of all copies of a model with so many
+    ``weights``, and ``returned``, of their deltas; ``server_memory``, whatever the model's size."""
 
     weights: int
-    attention_weights: int
-    head_size: int
     copies: int
     published: int
     returned: int
     server_memory: float
-    moved: float
-    operations: float
-    intensity: float
-    server_seconds: float
-    training_operations: float | None
-    training_seconds: float | None
+
+
+def cost(model: Model, *, copies: int, options: Unlearning) -> Cost:
+    """The cost of one round with ``copies`` copies of ``model``, on which the client trains with ``options``."""
+    parameters = [model.checkpoint.tensors[tensor.name] for tensor in model.layout.parameters]
+    return Cost(
+        weights=sum(info.elements for info in parameters),
+        copies=copies,
+        published=copies * sum(info.nbytes for info in parameters),
+        returned=copies * nbytes_of(delta_specs(model, options)),
+        server_memory=BUFFERS,
+    )
+
+
+def steps_of(options: Unlearning, records: int, until: Until | None = None) -> int:
+    """The steps of a training on so many ``records`` to forget: at most, if it trains ``until`` it is done."""
+    size = options.training.batch_size
+    if until:
+        return until.limit(records, size)
+    return epochs_of(options) * -(-records // size)
+
+
+class _Clock(Observer):
+    """Notes when each training step ends."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self._trains = False
+
+    def stage(self, label: str, total: float, unit: str = "bytes") -> None:  # noqa: ARG002 (as all observers have it)
+        self._trains = unit == "steps"
+
+    def advance(self, amount: float, detail: str = "") -> None:  # noqa: ARG002
+        if self._trains:
+            self.times.append(time.perf_counter())
+
+
+def seconds_of_step(copy: Model, data: Dataset, options: Unlearning) -> float:
+    """How long a training step takes here: the second, as the first makes the optimiser's state. Nothing is kept."""
+    size, clock = options.training.batch_size, _Clock()
+    data = replace(data, forget=data.forget[:size])
+    with private_scratch() as folder:
+        unlearn(copy, data, replace(options, epochs=2), target=folder / "delta.safetensors", observer=clock)
+    return clock.times[-1] - clock.times[-2]
 
 
 def training_memory(weights: int, optimizer: str) -> int:
@@ -96,94 +100,18 @@ def training_memory(weights: int, optimizer: str) -> int:
     return weights * (4 + 4 + OPTIMIZERS[optimizer].state_bytes)
 
 
-@cache
-def measure_machine(precision: str = "float32") -> Machine:
-    """Best of a few tries at copying 256 MB and at multiplying two 1,024 × 1,024 matrices, also in ``precision``."""
-    busy = max(0.0, os.getloadavg()[0] - 1) / (os.cpu_count() or 1)  # one of them is this program
-    source = torch.ones(64 << 20, dtype=torch.float32)
-    target = torch.empty_like(source)
-    matrix = torch.ones(1024, 1024)
-    in_training = matrix.to(torch.bfloat16 if precision == "mixed" else PRECISIONS[precision])
-    copying = _seconds(lambda: target.copy_(source))
-    multiplying = _seconds(lambda: matrix @ matrix)
-    training = _seconds(lambda: in_training @ in_training)
-    operations = 2 * 1024**3
-    return Machine(
-        bandwidth=2 * source.nbytes / min(copying),
-        operations=operations / min(multiplying),
-        training_operations=operations / min(training),
-        spread=max(training) / min(training),
-        busy=busy,
-    )
-
-
-def _seconds(work: Callable[[], object]) -> list[float]:
-    """The seconds that each of a few tries takes, after one that is not counted."""
-    # timeit turns garbage collection off; a training runs with it.
-    return timeit.repeat(work, "import gc; gc.enable()", repeat=1 + TRIES, number=1)[1:]
-
-
-def cost(
-    model: Model,
-    machine: Machine,
-    *,
-    copies: int,
-    options: Unlearning,
-    tokens: int | None = None,
-) -> Cost:
-    """The cost of one round with ``copies`` copies of ``model``; ``tokens`` is how many training reads per copy.
-
-    Training takes 6 operations per token and weight, 2 forward and 4 backward; with LoRA, which has no gradients of the
-    weights, 4. What comes back is what ``options`` train.
-    """
-    layout = model.layout
-    parameters = {tensor.name: model.checkpoint.tensors[tensor.name] for tensor in layout.parameters}
-    weights = sum(info.elements for info in parameters.values())
-    attention = sum(
-        parameters[tensor.name].elements
-        for tensor in layout.parameters
-        if any(ATTENTION & set(axis) for axis in tensor.axes)
-    )
-    stored = sum(info.nbytes for info in parameters.values())
-    width = max(ITEM_SIZE[info.dtype] for info in parameters.values())
-    moved = 9 * copies * weights * width
-    operations = copies * (6 * weights + 4 * layout.sizes["head_dim"] * attention)
-    per_token = 6.0 if options.lora.lora_rank is None else 4.0
-    training = None if tokens is None else per_token * weights * tokens * copies
-    return Cost(
-        weights=weights,
-        attention_weights=attention,
-        head_size=layout.sizes["head_dim"],
-        copies=copies,
-        published=copies * stored,
-        returned=copies * nbytes_of(delta_specs(model, options)),
-        server_memory=BUFFERS,
-        moved=moved,
-        operations=operations,
-        intensity=operations / moved,
-        server_seconds=max(moved / machine.bandwidth, operations / machine.operations),
-        training_operations=training,
-        training_seconds=None if training is None else SLOWER * training / machine.training_operations,
-    )
-
-
-def set_count(options: Unlearning) -> int:
-    """How many sets of records are trained on, each with as many records a step: those to forget, and those to keep."""
-    return 2 if objective_of(options.algo, options.loss).constants.alpha else 1
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainingCost:
-    """Training on one copy: its peak ``memory``, with the largest micro-batch, ``work``; ``usual_rate``: what --lr auto
-    would be, None for optimisers that have none; ``seconds``: on processors, else None."""
+    """Training on one copy: its peak ``memory``, with the largest micro-batch, ``work``; ``kept``: the records to keep
+    in a step; ``usual_rate``: what --lr auto would be, None for optimisers that have none."""
 
     epochs: int
     steps: int
+    kept: int
     rate: float
     usual_rate: float | None
     memory: Memory
     work: Work
-    seconds: float | None
 
 
 def training_cost(copy: Model, data: Dataset, options: Unlearning, until: Until | None = None) -> TrainingCost:
@@ -207,33 +135,23 @@ def training_cost(copy: Model, data: Dataset, options: Unlearning, until: Until 
         seed=training.seed, retain_per_forget=objective.algorithm.retain_per_forget,
     )[:limit]  # fmt: skip
     trained = sum(math.prod(shape) for _, shape in specs.values())
-    seconds = None
-    if device_of(training.device).type == "cpu":
-        weights = sum(info.elements for info in copy.checkpoint.tensors.values())
-        of_forget = sum(len(example.ids) for example in sets["forget"])
-        # In units of the records to forget, with as many of each other set.
-        reads = 1 + ("alternate" in sets) + objective.algorithm.retain_per_forget * ("retain" in sets)
-        # A backward pass counts as two. Then one pass for the reference, and all sets scored before and after.
-        passes = 3 * epochs * reads * SLOWER + 1 + 2 * reads
-        seconds = 2.0 * weights * passes * of_forget / measure_machine().operations  # a multiplication and an addition
     work = largest_work(sets, options, objective)
     return TrainingCost(
         epochs=epochs,
         steps=len(steps),
+        kept=training.batch_size * objective.algorithm.retain_per_forget if "retain" in sets else 0,
         rate=float(with_rate(options, trained, len(steps)).lr),
         usual_rate=usual_rate(options, trained, len(steps)),
         memory=peak_memory(copy, options, objective, work, bare),
         work=work,
-        seconds=seconds,
     )
 
 
-def examples_of(model: Model, forget: str, reading: RecordFormat) -> list[Example]:
-    """Records, encoded as for training: with the chat template if the tokenizer has one.
+def examples_of(model: Model, records: Sequence[Record]) -> list[Example]:
+    """``records``, encoded as for training: with the chat template if the tokenizer has one.
 
-    Raises MpuError if the model has no tokenizer or the records cannot be read.
+    Raises MpuError if the model has no tokenizer.
     """
-    records = read_records(forget, reading)
     try:
         tokenizer = tokenizer_of(model)
     except MpuError as error:
@@ -424,46 +342,9 @@ def _saved_tensor_bytes(model: PreTrainedModel, work: Work) -> int:
     with fakes, hooks, input_of(model.get_output_embeddings()):
         ids = torch.zeros(work.rows, work.length, dtype=torch.long)
         output = model(input_ids=ids, use_cache=False, logits_to_keep=1)
-    del output  # until here, what it keeps is kept
+    del output  # which keeps the graph alive until here
     return sum(tensor.untyped_storage().nbytes() for tensor in saved_tensors.values())
 
 
 def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def way_to_fit(
-    copy: Model, options: Unlearning, objective: Objective, work: Work, memory: float
-) -> tuple[str, Memory] | None:
-    """The cheapest change with which ``options`` fit into ``memory`` bytes: what to add to the command, and the peak
-    with it. None if none of those that are known does."""
-    private, training, rank = options.privacy.dp_epsilon is not None, options.training, options.lora.lora_rank
-    checkpointing, half = {"gradient_checkpointing": True}, {"precision": "bfloat16"}
-
-    def with_rows(changes: dict[str, Any], counts: Sequence[int]) -> list[dict[str, Any]]:
-        """``changes`` with micro-batches of each of ``counts``, where that is fewer than now."""
-        return [changes | ({"micro_batch_size": rows} if rows < work.rows else {}) for rows in counts]
-
-    smaller = [rows for rows in (16, 8, 4, 2, 1) if rows < work.rows]
-    tries = with_rows({}, smaller)
-    if not training.gradient_checkpointing and not private:
-        tries += with_rows(checkpointing, (work.rows, *smaller))
-    if rank is None:
-        for changes in with_rows({"lora_rank": 16, **checkpointing}, (work.rows, 1)):
-            tries += [changes, changes | half]
-    elif training.precision != "bfloat16":
-        tries += with_rows(checkpointing | half, (1,))
-    if not options.lora.quantize and training.precision != "float64" and not private:
-        low_rank = {} if rank else {"lora_rank": 16}
-        tries += with_rows({**low_rank, "quantize": "nf4", **checkpointing, **half}, (1,))
-    bare, flags = skeleton(copy), declared_options(Unlearning)
-    for changes in tries:
-        rows = changes.get("micro_batch_size", work.rows)
-        fewer = replace(work, rows=rows, answers=-(-work.answers * rows // work.rows))
-        needed = peak_memory(copy, from_flat(Unlearning, flat(options) | changes), objective, fewer, bare)
-        if needed.total <= memory:
-            words = []
-            for name, value in changes.items():
-                words += [flags[name].flag] if value is True else [flags[name].flag, str(value)]
-            return " ".join(words), needed
-    return None

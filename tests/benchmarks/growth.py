@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from mpu_cli.measuring.cost import Machine, measure_machine, training_memory
+from mpu_cli.measuring.cost import training_memory
 from mpu_cli.measuring.encoding import Item
 from mpu_cli.measuring.plots import PALETTE, log_ticks
 from mpu_cli.measuring.scoring import Scorer
@@ -34,7 +34,7 @@ from mpu_cli.records.encode import IGNORED, Example
 from mpu_cli.training.loop import ExampleSet, TrainingStep, train
 from mpu_cli.training.losses import ALGORITHMS, Objective
 from mpu_cli.training.reference import Reference, freeze
-from tests.helpers.measuring import run_measured
+from tests.helpers.measuring import Machine, measure_machine, run_measured
 from tests.helpers.shapes import make, tensors_of, whole_config
 
 KINDS = {"train": "training step", "score": "scoring"}

@@ -20,9 +20,9 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM
 
-from mpu_cli.measuring.cost import measure_machine
 from mpu_cli.training.loop import outside_layers
 from tests.benchmarks.growth import score_batch, train_steps
+from tests.helpers.measuring import measure_machine
 from tests.helpers.shapes import SHAPES, make
 
 KINDS = {

@@ -12,7 +12,7 @@ from mpu_cli.options.command import Command, Report
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.experiment import UNLEARN, Experiment
 from mpu_cli.options.unlearning import Goal, Stopping
-from mpu_cli.wording import in_bytes, in_time
+from mpu_cli.wording import counted, in_bytes
 
 if TYPE_CHECKING:
     from mpu_cli.lab.rounds import Outcome
@@ -70,10 +70,11 @@ class Run(Command):
             )
 
     def preview(self, observer: Observer) -> Report:
-        """The rounds, what passes between the parties, and about how long training takes."""
+        """The rounds, what passes between the parties, and how many steps are trained."""
         from mpu_cli.lab.rounds import costs_of, rounds_of, with_merged_rounds
         from mpu_cli.training.data import read_dataset
         from mpu_cli.training.job import check_options
+        from mpu_cli.training.stopping import Until
 
         self._check_goal()
         experiment = self.experiment
@@ -81,13 +82,13 @@ class Run(Command):
         for warning in read_dataset(experiment.unlearning).warnings(experiment.unlearning.privacy):
             observer.warn(warning)
         rounds = rounds_of(with_merged_rounds(experiment))
-        [cost] = costs_of([experiment])
+        [cost] = costs_of([experiment], Until(self.goal, self.stopping) if self.until_pass else None)
         lines = [f"rounds\t{rounds}", f"writes\t{self.out}"]
         if cost:
             lines += [
                 f"sent\t{in_bytes(cost.sent)} of copies",
                 f"returned\t{in_bytes(cost.returned)} of deltas",
-                f"training\tabout {in_time(3600 * cost.hours)} on this machine's processors",
+                f"training\t{counted(cost.steps, 'step')}{' at most' if self.until_pass else ''}",
             ]
         else:
             lines.append("cost\tnot known: the model or the records are not on this machine")

@@ -12,7 +12,7 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
 from mpu_cli.options.declare import option
-from mpu_cli.wording import counted, in_bytes, in_time, names_in
+from mpu_cli.wording import counted, in_bytes, names_in
 
 if TYPE_CHECKING:
     from mpu_cli.lab.sweep import Cell, Jobs, OnThisMachine, ThroughRay, ThroughSubmitit
@@ -137,7 +137,7 @@ class Sweep(Command):
         return Report(printed, lines, failure=failure)
 
     def preview(self, observer: Observer) -> Report:
-        """The experiments, what passes between the parties, and about how long training takes."""
+        """The experiments, what passes between the parties, and how many steps are trained."""
         from mpu_cli.lab.report import published_results
         from mpu_cli.lab.rounds import costs_of
         from mpu_cli.lab.sweep import preview, sweep_metric_names
@@ -155,9 +155,9 @@ class Sweep(Command):
         for cell, cost in zip(cells, costs, strict=True):
             amounts = ["–", "–", "–"]
             if cost:
-                amounts = [in_bytes(cost.sent), in_bytes(cost.returned), in_time(3600 * cost.hours)]
+                amounts = [in_bytes(cost.sent), in_bytes(cost.returned), f"{cost.steps:,}"]
             rows.append([cell.name, *amounts])
-        columns = ["", "sent to the client", "returned", "training, about"]
+        columns = ["", "sent to the client", "returned", "steps of training"]
         observer.table(counted(len(cells), "experiment"), columns, rows)
         known = [cost for cost in costs if cost]
         if len(known) < len(cells):
@@ -168,10 +168,8 @@ class Sweep(Command):
             if not Path(base).exists():
                 observer.warn(f"{base}: no such model on this machine; if it is not on the Hub, its experiments fail")
         if known:
-            seconds = 3600 * sum(cost.hours for cost in known)
-            observer.note(
-                f"in all about {in_time(seconds)} of training on this machine's processors; evaluation comes on top"
-            )
+            steps = sum(cost.steps for cost in known)
+            observer.note(f"in all as long as {counted(steps, 'step')} of training; evaluation comes on top")
         document = [
             {"name": cell.name, **cell.varied, **(asdict(cost) if cost else {})}
             for cell, cost in zip(cells, costs, strict=True)
