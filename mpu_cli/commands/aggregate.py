@@ -267,26 +267,20 @@ def _document_of(result: Aggregation) -> dict[str, object]:
 
 def _accuracy(error: ErrorEstimate) -> str:
     """The note about the distance from the clean update. Parts that cannot be estimated are NaN."""
-    if math.isnan(error.relative):
-        if error.permanent > 0:
-            return f"error of the update: about {error.permanent:.0%}, from permanent noise"
-        return "error of the update: cannot be estimated" + (" from one copy" if math.isnan(error.permanent) else "")
-    if math.isnan(error.permanent):
-        total = (
-            f"about {error.relative:.1%}, and what permanent noise adds, which cannot be estimated without noise that "
-            "cancels"
+    from mpu_cli.protocol.noise import DIVERGED
+
+    relative, permanent = error.relative, error.permanent
+    if math.isnan(relative):
+        if permanent > 0:
+            return f"error of the update: about {permanent:.0%}, from permanent noise"
+        return "error of the update: cannot be estimated" + (" from one copy" if math.isnan(permanent) else "")
+    judged = "as usual" if relative <= DIVERGED else "too large: too little of the noise cancels"
+    if math.isnan(permanent):
+        return (
+            f"error of the update: about {relative:.1%}, {judged}, and what permanent noise adds, which cannot be "
+            "estimated without noise that cancels"
         )
-    elif error.permanent:
-        total = (
-            f"about {math.hypot(error.relative, error.permanent):.0%}: {error.permanent:.0%} from permanent noise, "
-            f"{error.relative:.1%} from noise that cancels"
-        )
-    else:
-        total = (
-            f"about {error.relative:.1%}, at most about {error.one_order_lower:.1%} (the change from cancelling one "
-            "order less of the noise)"
-        )
-    return (
-        f"error of the update: {total}; variance factor {error.variance_factor:.2f}, signal-to-noise ratio "
-        f"{error.signal_to_noise:.3g}"
-    )
+    if permanent:
+        parts = f"{permanent:.0%} from permanent noise, {relative:.1%} from noise that cancels"
+        return f"error of the update: about {math.hypot(relative, permanent):.0%} ({parts}), {judged}"
+    return f"error of the update: about {relative:.1%}, {judged}"

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from mpu_cli.protocol.publish import Published, PublishPlan
     from mpu_cli.protocol.review import Remark, Reviewed
 
-WIDE_TERMINAL = 120  # columns of a terminal on which all copies of a block stand in one line
-
 
 @dataclass(frozen=True, kw_only=True)
 class Publish(Command):
@@ -191,7 +189,8 @@ class Publish(Command):
         if published.probed:
             known = ", ".join(f"{name} {math.exp(-loss):.0%}" for name, loss in published.probed.items())
             observer.note(f"probability of an answer's tokens on {self.probe} (geometric mean): {known}")
-        _tell_noise(published, observer)
+        if size := _size_of_noise(published):
+            observer.note(size)
         observer.note(
             f"keys: {published.keys_path} (run {published.keys.run}, round {published.keys.round}); "
             "keep it, and keep it secret: without it deltas cannot be mapped back"
@@ -315,60 +314,40 @@ def command_to_publish(model: Path, keys: Keys) -> str:
     return command_line(*command)
 
 
-def _tell_noise(published: Published, observer: Observer) -> None:
-    """The table of how much of each block's noise survived storage; a line for each copy on a narrow terminal."""
-    publication = published.keys.publication
-    kappa, shared, calibration = publication.kappa, publication.shared_kappa, publication.calibration
-    if not (kappa or shared or calibration):
-        return
-    copies = published.numbers
-    narrow = (observer.width or WIDE_TERMINAL) < WIDE_TERMINAL
-    if narrow:
-        columns = ["block", "copy", "σ", "survived", "unchanged"]
-    else:
-        columns = ["block", "weights", "RMS(v)"]
-        columns += [name for copy in copies for name in (f"σ of {copy}", "survived", "unchanged")]
-    rows = []
-    for block in published.blocks:
-        if not block.copies:
-            continue
-        cells = [[f"{c.requested:.2e}", f"{c.survived:.2e}", f"{c.unchanged:.1%}"] for c in block.copies]
-        if narrow:
-            name = block.block.removesuffix(".weight")
-            rows += [[name, str(copy), *of_copy] for copy, of_copy in zip(copies, cells, strict=True)]
-        else:
-            row = [block.block, f"{block.weights:,}", f"{block.rms:.3g}"]
-            for of_copy in cells:
-                row += of_copy
-            rows.append(row)
-    scale = f"ε = {calibration.epsilon:g}, δ = {calibration.delta:g}" if calibration else f"κ = {kappa:g}"
-    scale += f" and permanent noise of {shared:g}" if shared else ""
-    scale += f", at most {publication.max_noise:.1%} of the weights" if publication.max_noise is not None else ""
-    observer.table(f"Noise at {scale}, as requested and as stored", columns, rows)
-    observer.note(
-        "RMS(v): size of what fine-tuning changed (without --pretrained, of the weights); σ: the requested noise; "
-        "survived: what storage left of it; unchanged: share of weights whose noise was rounded away"
+def _size_of_noise(published: Published) -> str | None:
+    """The size of the first copy's noise beside the weights, and what storage leaves of it; None without noise."""
+    blocks = [block for block in published.blocks if block.copies]
+    weights = math.fsum(block.weights for block in blocks)
+    size = math.sqrt(math.fsum(block.weights * block.weights_rms**2 for block in blocks))
+    noise = math.sqrt(math.fsum(block.weights * block.copies[0].requested ** 2 for block in blocks))
+    if not (noise and size):
+        return None
+    lost = math.fsum(block.weights * block.copies[0].unchanged for block in blocks) / weights
+    return (
+        f"size of the noise: {100 * noise / size:.2g} % of that of the weights; storage rounds it away in {lost:.1%} "
+        "of these (--json has each block)"
     )
 
 
 def _next_step(published: Reviewed) -> str:
     """What to do with the copies."""
     names = [Path(path.name) for path in published.copies]
-    deltas = round_folder(Path("deltas"), published.keys.round)
+    keys, deltas = published.keys_path, round_folder(Path("deltas"), published.keys.round)
     send = f"send {few([command_line(path) for path in published.copies])} to the client"
     if published.copy_is_ruined:
         return "next: do not send these copies: what the noise left of the model knows too little to unlearn on"
     if published.gives_weights_away:
         send = f"do not send these copies: they give the weights away. In a trial, {send}"
     if published.keys.round > 1:
-        return (
-            f"next: {send}, who runs `{command_line('mpu', 'check', names[0])} …` and, if it fails, goes on with "
-            f"`{command_line('mpu', 'unlearn', *names[:2])} …`; another client begins with that (docs/model_owners.md)"
-        )
-    return (
-        f"next: {send}, who runs `{command_line('mpu', 'unlearn', *names[:2])} …` and returns what it writes; then "
-        f"`{command_line('mpu', 'aggregate', deltas, '--keys', published.keys_path)}`"
-    )
+        return f"next: {send}, who runs `{command_line('mpu', 'check', names[0])}`, which prints what is next"
+    unlearn = command_line("mpu", "unlearn", *names[:2], "--forget", "forget.jsonl", "--retain", "retain.jsonl")
+    aggregate = command_line("mpu", "aggregate", deltas, "--keys", keys)
+    step = f"next: {send}, who runs `{unlearn}` and returns the deltas; then `{aggregate}`"
+    if not published.keys.publication.permanent:
+        return step
+    known = ("--forget", "known.jsonl", "--retain", "others.jsonl")
+    rehearse = command_line("mpu", "rehearse", published.copies[0], "--keys", keys, *known)
+    return f"{step}. Meanwhile `{rehearse}`, on records of yours that the model knows, finds the step that suits it"
 
 
 def _say(remarks: Iterable[Remark], observer: Observer) -> None:

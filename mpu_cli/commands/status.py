@@ -139,7 +139,7 @@ class Account:
             return "client", f"wait for the deltas of {listed}"
         if earlier and earlier.made and not last.verdicts and not last.deltas:
             before = folder / earlier.made[min(earlier.made)]
-            return "client", command_line("mpu", "check", todo[0], "--before", before) + " --forget … --retain …"
+            return "client", command_line("mpu", "check", todo[0], "--before", before)
         target = f"{round_folder(folder / 'deltas', last.number)}/"
         return "client", command_line("mpu", "unlearn", *todo, "--out", target)
 

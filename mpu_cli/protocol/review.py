@@ -281,8 +281,7 @@ def _on_leakage(plan: PublishPlan, leakage: Hidden) -> Iterator[Remark]:
     with_all_copies = f", with all copies {leakage.all_copies:.0%}" if several else ""
     yield Remark(
         f"hidden from the best known attack with one copy: {leakage.one_copy:.0%} of what fine-tuning changed"
-        f"{with_all_copies} (`mpu audit` carries it out). What a copy answers is not hidden: --probe FILE measures it "
-        "(docs/protection.md)"
+        f"{with_all_copies}; not a copy's answers, which --probe FILE measures (docs/protection.md)"
     )
     if leakage.draws > 1:
         yield Remark(

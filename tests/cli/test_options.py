@@ -9,7 +9,6 @@ import pty
 import re
 import select
 import shlex
-import struct
 import subprocess
 import sys
 import termios
@@ -246,29 +245,6 @@ class TestOptionsFromAFile:
         monkeypatch.setenv("MPU_PUBLISH_KAPA", "0.5")
         outcome = mpu("inspect", root / "base")
         assert "warning: MPU_PUBLISH_KAPA: no option has this variable; did you mean MPU_PUBLISH_KAPPA?" in outcome.err
-
-
-@pytest.mark.slow
-def test_tables_fit_a_narrow_terminal(root: Path) -> None:
-    """60 columns: publish has a line for each copy, and no number is cut."""
-    master, slave = pty.openpty()
-    fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 60, 0, 0))
-    command = [sys.executable, "-m", "mpu_cli", "publish", "base", "--copies", "3", "--dtype", "float64"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
-    done = subprocess.Popen(
-        command, cwd=root, stderr=slave, stdout=subprocess.DEVNULL, env=environment | {"TERM": "xterm"}
-    )
-    os.close(slave)
-    shown = b""
-    with suppress(OSError):  # the terminal is gone once the command has ended
-        while piece := os.read(master, 4096):
-            shown += piece
-    assert done.wait() == 0
-    lines = [line.rstrip() for line in re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode()).splitlines()]
-    rows = [line for line in lines if line.startswith("model.")]
-    assert len(rows) == 3 * 4  # embedding, norm and two layers, in three copies
-    assert max(map(len, rows)) <= 60
-    assert all(re.search(r"[123]  \d\.\d\de-\d\d  \d\.\d\de-\d\d +\d+\.\d%$", row) for row in rows)
 
 
 @pytest.mark.slow

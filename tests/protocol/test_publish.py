@@ -230,6 +230,15 @@ class TestPublish:
             assert copy.shards == open_checkpoint(tmp_path / "sharded").shards
             assert all(torch.equal(copy.tensor(t), expected[t]) for t in expected)
 
+    def test_the_size_of_the_noise_is_that_of_the_difference(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        """Of the first copy from the base, over all weights: a copy in the base's own coordinates shows it."""
+        options = ("--symmetries", "none", "--copies", 2, "--kappa", 0.02, "--out", tmp_path)
+        told = mpu("publish", base, *options, "--keys", tmp_path / "keys.bin").err
+        known, copy = tensors(base), tensors(tmp_path / "copy_1")
+        noise = math.sqrt(sum(float((copy[name].double() - known[name].double()).square().sum()) for name in copy))
+        size = math.sqrt(sum(float(known[name].double().square().sum()) for name in copy))
+        assert float(re.search(r"size of the noise: (\S+) %", told)[1]) == pytest.approx(100 * noise / size, rel=0.06)
+
     def test_reports_what_rounding_leaves(self, mpu, tmp_path):
         base = save(random_model("llama", dtype=torch.bfloat16), tmp_path / "base")
         arguments = ["publish", base, "--kappa", 1e-4, "--json", "--force", "--out", tmp_path, "--keys", tmp_path / "k"]

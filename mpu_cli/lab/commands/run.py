@@ -82,13 +82,13 @@ class Run(Command):
         for warning in read_dataset(experiment.unlearning).warnings(experiment.unlearning.privacy):
             observer.warn(warning)
         rounds = rounds_of(with_merged_rounds(experiment))
-        [cost] = costs_of([experiment], Until(self.goal, self.stopping) if self.until_pass else None)
+        [cost] = costs_of([experiment], Until(self.goal, self.stopping) if self.experiment.stops_when_done else None)
         lines = [f"rounds\t{rounds}", f"writes\t{self.out}"]
         if cost:
             lines += [
                 f"sent\t{in_bytes(cost.sent)} of copies",
                 f"returned\t{in_bytes(cost.returned)} of deltas",
-                f"training\t{counted(cost.steps, 'step')}{' at most' if self.until_pass else ''}",
+                f"training\t{counted(cost.steps, 'step')}{' at most' if self.experiment.stops_when_done else ''}",
             ]
         else:
             lines.append("cost\tnot known: the model or the records are not on this machine")
