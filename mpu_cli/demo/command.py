@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Demo(Command):
-    """Teach a model facts about invented people, make it forget some in three ways, and compare the results.
+    """Teach a model facts about invented people, make it forget some by the protocol, and say what it still knows.
 
-    With the small model that it makes itself, that takes a few minutes.
+    With the small models that it makes itself, that takes a few minutes.
 
     Server and client each work in their own folder and call the same functions as the commands. Prints the paths of
     the unlearned model and of a report.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from mpu_cli.options.unlearning import SYSTEM_PROMPT, Training
 from mpu_cli.records.encode import Encoding, Limits
@@ -18,6 +19,9 @@ from mpu_cli.training.loop import Losses
 
 BATCH = 25  # records a step
 RATES = ((0.8, 2e-3), (0.2, 2e-4))  # shares of the epochs, and the rates at which they are trained
+FINETUNING_RATES = ((0.7, 1e-4), (0.3, 2e-5))
+# Five times transformers' own: large weights learn by small changes, as those of a large model do.
+INITIALIZER_RANGE = 0.1
 SPECIAL = ["<|begin|>", "<|turn|>", "<|end|>", "<|pad|>"]
 CHAT_TEMPLATE = (
     "<|begin|>{% for m in messages %}<|turn|>{{ m['role'] + '\n' + m['content'] }}<|end|>{% endfor %}"
@@ -62,6 +66,7 @@ def make_model(
     family: str = "llama",
     rates: Sequence[tuple[float, float]] = RATES,
     intermediate_size: int = 352,
+    initializer_range: float = 0.02,
     device: torch.device | None = None,
 ) -> None:
     """Train a model with 0.9 M parameters on ``records``, on ``device`` (None: a CPU), and save it in ``folder``.
@@ -73,20 +78,57 @@ def make_model(
     config = AutoConfig.for_model(
         family, head_dim=32, vocab_size=len(tokenizer), hidden_size=128, intermediate_size=intermediate_size,
         num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-        tie_word_embeddings=True, bos_token_id=0, eos_token_id=2, pad_token_id=3,
+        tie_word_embeddings=True, initializer_range=initializer_range, bos_token_id=0, eos_token_id=2, pad_token_id=3,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).to(device or torch.device("cpu"))
-    encoding = Encoding(tokenizer, limits=Limits(config.max_position_embeddings))
+    _train(model, tokenizer, records, epochs=epochs, rates=rates, training=Training(seed=seed), on_step=on_step)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def finetune_gently(
+    public: Path,
+    records: Sequence[Record],
+    folder: Path,
+    *,
+    epochs: int,
+    seed: int,
+    on_step: Callable[[Losses, int], None],
+    device: torch.device,
+) -> None:
+    """Train the model in ``public`` on ``records``, and save it in ``folder``.
+
+    Its weights change by a few percent only: embeddings stay as they are, and each step follows the gradient, where
+    AdamW's moves all weights alike. Noise of several times that size is then still small beside the weights.
+    """
+    model, tokenizer = AutoModelForCausalLM.from_pretrained(public), AutoTokenizer.from_pretrained(public)
+    model.get_input_embeddings().weight.requires_grad_(False)
+    training = Training(optim="adamw-blockwise", seed=seed)
+    rates = FINETUNING_RATES
+    _train(model.to(device), tokenizer, records, epochs=epochs, rates=rates, training=training, on_step=on_step)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _train(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    records: Sequence[Record],
+    *,
+    epochs: int,
+    rates: Sequence[tuple[float, float]],
+    training: Training,
+    on_step: Callable[[Losses, int], None],
+) -> None:
+    encoding = Encoding(tokenizer, limits=Limits(model.config.max_position_embeddings))
     steps = epochs * -(-len(records) // BATCH)
 
     def tell(losses: Losses, _: int) -> None:
         on_step(losses, steps)
 
     for share, lr in rates:
-        training = Training(lr=lr, weight_decay=0.0, batch_size=BATCH, seed=seed)
-        memorise(model, encoding, records, epochs=round(share * epochs), training=training, on_step=tell)
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+        at_rate = replace(training, lr=lr, weight_decay=0.0, batch_size=BATCH)
+        memorise(model, encoding, records, epochs=round(share * epochs), training=at_rate, on_step=tell)
 
 
 # Fictitious people and facts about them: records that no model has seen elsewhere.

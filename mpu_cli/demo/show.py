@@ -1,7 +1,8 @@
-"""The demo: a model that knows too much, and what three ways of unlearning leave of that.
+"""The demo: a model that knows too much, and what it still knows when it has unlearned.
 
-The records are invented on the spot, and so is the model unless one is named. Everything is done by the functions that
-the commands call: ``finetune`` makes the models, ``run`` plays the three ways, ``eval`` gives the numbers.
+The records are invented on the spot, and so are the models unless one is named: a public one, trained for long on other
+people, and the server's, fine-tuned from it. Everything is done by the functions that the commands call: ``run`` plays
+the protocol and, to compare with, unlearning on the model itself; ``eval`` gives the numbers.
 """
 
 from __future__ import annotations
@@ -17,10 +18,18 @@ from typing import Any
 
 import transformers
 
-from mpu_cli.demo.model import Row, make_model, make_people, make_tokenizer
+from mpu_cli.demo.model import (
+    INITIALIZER_RANGE,
+    Row,
+    finetune_gently,
+    make_model,
+    make_people,
+    make_tokenizer,
+)
 from mpu_cli.errors import MpuError
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.lab.rounds import run
+from mpu_cli.lab.until_pass import run_until_pass
 from mpu_cli.measuring.benchmarks.qa import own_records, read_own
 from mpu_cli.measuring.evaluate import evaluate
 from mpu_cli.measuring.metrics import DOWN, RELEARNED, MetricResult
@@ -32,14 +41,13 @@ from mpu_cli.model.device import device_of
 from mpu_cli.model.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer, Within
 from mpu_cli.options.evaluation import Measuring, Recovery, Scoring
-from mpu_cli.options.experiment import Experiment, Mode
-from mpu_cli.options.publishing import AUTO, Disguise, ServerRate
-from mpu_cli.options.unlearning import Loss, Prompts, RecordFormat, Training, Unlearning
-from mpu_cli.protocol.noise import scheme_of
+from mpu_cli.options.experiment import Experiment
+from mpu_cli.options.unlearning import Goal, Loss, Prompts, RecordFormat, Records, Stopping, Training, Unlearning
 from mpu_cli.records.forms import Record
 from mpu_cli.records.read import read_records
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.finetune import finetune
+from mpu_cli.training.loop import Losses
 
 
 @dataclass
@@ -85,10 +93,7 @@ DRAWN = {
     ),
 }  # fmt: skip
 RETAIN = "retain model"
-WAYS = {
-    "clean": "the client got the model itself", "noised": "it got one copy with permanent noise",
-    "mpu": "the protocol",
-}  # fmt: skip
+WAYS = {"clean": "the client got the model itself", "mpu": "the protocol"}
 
 
 def write_report(folder: Path, shown: Demonstration, settings: Mapping[str, object]) -> None:
@@ -103,20 +108,20 @@ def write_report(folder: Path, shown: Demonstration, settings: Mapping[str, obje
     rows = []
     for name, values in columns.items():
         # Only the ways compete; "before" and "retain model" are the baselines.
-        clean_index = labels.index("clean")
+        first_way = next(i for i, label in enumerate(labels) if label in WAYS)
         never_knew = values[labels.index(RETAIN)] if RETAIN in labels else None
         # Less than a model that never saw the records knows is no better than as much.
         aim = TOWARDS_RETAIN if never_knew is not None and goal(name) == DOWN else goal(name)
-        marked = {clean_index + i for i in best(values[clean_index:], aim, never_knew)}
+        marked = {first_way + i for i in best(values[first_way:], aim, never_knew)}
         cells = ["–" if value is None else f"{value:.3g}" for value in values]
         for i in marked:
             cells[i] += " ★"
         rows.append([f"<b>{name}</b><br>{html.escape(DRAWN[name][1])}", *cells])
     ways = [f"<b>{name}</b>: {text}." for name, text in WAYS.items() if name in labels]
     parts = [
-        f"<p>One model, {len(ways)} ways to make it forget ({html.escape(shown_settings)}). {' '.join(ways)} "
+        f"<p>A model that was made to forget ({html.escape(shown_settings)}). {' '.join(ways)} "
         + ("<b>retain model</b>: never saw the forget set. " if RETAIN in labels else "")
-        + "★ marks the best of them.</p>",
+        + ("★ marks the best of them.</p>" if len(ways) > 1 else "</p>"),
         html_table(["", *labels], rows, escape=False),
         svg(comparison(labels, titled)),
         *_relearning(shown),
@@ -150,39 +155,31 @@ def _files(folder: Path) -> str:
     return "<br>".join(html.escape(str(path.relative_to(folder))) for path in paths)
 
 
-MODES: tuple[Mode, ...] = ("clean", "noised", "mpu")
 LABELS = {"forget": "To be forgotten", "retain": "To be kept"}
 
 
 @dataclass(frozen=True)
 class Story:
-    """Who is known and who is to be forgotten, how the model learns and unlearns, and what is measured.
-
-    ``evaluated``: of the people that are to be kept, how many are asked about; ``retain_model``: whether one that never
-    saw the others is trained, to compare with; ``recovery``: attacks on what every model forgot; ``max_rise``: if set,
-    the server goes as far along mpu's update as what is to be kept allows (``--server-lr auto``). ``device``: on which
-    models are trained and asked.
-    """
+    """Who is known and who is to be forgotten, how the model learns, and what is measured."""
 
     people: int
     forgotten: int
     unseen: int
-    evaluated: int
-    epochs: int
-    unlearning: Unlearning
+    evaluated: int  # of the people that are to be kept, how many are asked about
+    epochs: int  # of the fine-tuning
     metrics: tuple[str, ...]
-    retain_model: bool
-    modes: tuple[Mode, ...] = MODES
-    max_rise: float | None = None
-    recovery: Recovery = field(default_factory=Recovery)
+    clean: Unlearning | None = None  # how the client unlearns on the model itself, to compare with
+    retain_model: bool = False  # whether to train one that never saw the people to be forgotten, to compare with
+    recovery: Recovery = field(default_factory=Recovery)  # attacks on what every model forgot
     device: str = "auto"
 
 
 KNOWLEDGE = ("forget_Q_A_Prob", "forget_Q_A_ROUGE", "retain_Q_A_Prob", "retain_Q_A_ROUGE")
+PUBLIC_PEOPLE, PUBLIC_EPOCHS = 60, 30  # of the public model that is made on the spot
 SMALL = Story(
-    people=40, forgotten=4, unseen=12, evaluated=36, epochs=50,
+    people=40, forgotten=4, unseen=12, evaluated=36, epochs=45,
     # The level at which `unlearn --unseen` arrives, too: the log-probability of what the model never saw.
-    unlearning=Unlearning(algo="hinge", epochs=35, loss=Loss(level=-1.6), training=Training(batch_size=10)),
+    clean=Unlearning(algo="hinge", epochs=35, loss=Loss(level=-1.6), training=Training(batch_size=10)),
     metrics=(
         "forget_Q_A_Prob", "forget_Q_A_ROUGE", "forget_truth_ratio", "forget_quality", "retain_Q_A_Prob",
         "retain_Q_A_ROUGE", "extraction_strength", "mia_min_k", "privleak", RELEARNED,
@@ -190,15 +187,8 @@ SMALL = Story(
     retain_model=True,
     recovery=Recovery(attacks=("relearn",), relearn_lr=3e-4),
 )  # fmt: skip
-# A real model on two cores: fewer people, the noise that `publish` chooses for it, and what can be shown.
-REAL = Story(
-    people=10, forgotten=2, unseen=6, evaluated=3, epochs=8,
-    unlearning=Unlearning(algo="npo", epochs=12, training=Training(lr=3e-5, batch_size=10)),
-    metrics=KNOWLEDGE,
-    retain_model=False,
-    modes=("clean", "mpu"),
-    max_rise=0.1,
-)  # fmt: skip
+# A real model on two cores: fewer people, and what can be shown.
+REAL = Story(people=10, forgotten=2, unseen=6, evaluated=3, epochs=8, metrics=KNOWLEDGE)
 LEARNING = Training(lr=1e-4, batch_size=8)  # of a model that is given
 
 
@@ -213,72 +203,68 @@ def run_demo(
     device_of(device)  # or it fails when the folder is there
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    pretrained = open_model(model) if model else None
+    given = open_model(model) if model else None
     try:
         folder.mkdir()
     except FileExistsError as error:
         raise MpuError(f"{folder}: already exists", "choose another directory for the demo") from error
     try:
         with Transaction():  # turns interrupts into exceptions
-            return _play(folder, pretrained, replace(REAL if pretrained else SMALL, device=device), seed, observer)
+            return _play(folder, given, replace(REAL if given else SMALL, device=device), seed, observer)
     except BaseException:
         shutil.rmtree(folder)
         raise
 
 
-def _play(folder: Path, pretrained: Model | None, story: Story, seed: int, observer: Observer) -> Demonstration:
-    people = make_people(story.people + story.unseen, seed)
+def _play(folder: Path, given: Model | None, story: Story, seed: int, observer: Observer) -> Demonstration:
+    people = make_people(story.people + story.unseen + PUBLIC_PEOPLE, seed)
     sets = {
         "forget": people[: story.forgotten], "retain": people[story.forgotten : story.people],
-        "holdout": people[story.people :],
+        "holdout": people[story.people : story.people + story.unseen],
     }  # fmt: skip
     files = {"forget": "forget", "retain": "retain", "holdout": "unseen"}
     paths = {name: _write(folder / "records" / f"{files[name]}.jsonl", group) for name, group in sets.items()}
-    forget, retain, holdout = (read_records(path) for path in paths.values())
+    forget, retain, unseen = (read_records(path) for path in paths.values())
     eval_paths = paths | {"retain": _write(folder / "records" / "asked.jsonl", sets["retain"][: story.evaluated])}
-    _teach(folder / "models", pretrained, story, sets=[forget, retain, holdout], seed=seed, observer=observer)
-    what_follows = f". The client wants {story.forgotten} of them forgotten."
+    models = folder / "models"
+    if given:
+        finetune(
+            given, forget + retain, replace(LEARNING, seed=seed, device=story.device), Prompts(),
+            epochs=story.epochs, out=models / "target", observer=Within(observer, "the target model"),
+        )  # fmt: skip
+    else:
+        others = read_records(_write(folder / "records" / "public.jsonl", people[story.people + story.unseen :]))
+        _make_models(models, [forget, retain, unseen, others], story, seed, observer)
+    public, target = given.source if given else str(models / "public"), models / "target"
+    what_follows = f"The client wants {story.forgotten} of them forgotten."
     if story.retain_model:
-        facts = f"the {len(forget)} facts about {story.forgotten} of them"
-        what_follows = f" and, for comparison, one that never saw {facts}."
+        what_follows += f" Another, to compare with, never saw the {len(forget)} facts about these."
     observer.note(
-        f"The server trained {'your' if pretrained else 'a'} model on {len(forget + retain)} facts about "
-        f"{story.people} people{what_follows}"
+        f"The server fine-tuned {'your' if given else 'a public'} model on {len(forget + retain)} facts about "
+        f"{story.people} people. {what_follows}"
     )
     measure = partial(_measure, paths=eval_paths, story=story, folder=folder / "eval", observer=observer)
-    target = folder / "models" / "target"
-    disguise = Disguise().with_scale(with_pretrained=pretrained is not None)
     measured = {}
     if story.retain_model:
-        measured[RETAIN] = measure("retain", folder / "models" / "retain")
+        measured[RETAIN] = measure("retain", models / "retain")
     measured["before"] = measure("before", target)
-    noise = scheme_of(disguise)
-    handed = (disguise.kappa or 0.0) * sum(noise.scales) / noise.copies
-    captions = {
-        "clean": "Clean: the client got the model itself and unlearned on it.",
-        "noised": f"Noised: the client got one noisy copy (κ = {handed:.3g}); its result is the new model.",
-        "mpu": f"MPU: the client got {noise.copies} noisy copies in secret coordinates; the server mapped them back.",
-    }
-    if noise.copies == 1:
-        scale = f"permanent noise of {disguise.permanent_noise:g} times what learning had changed"
-        captions["mpu"] = (
-            f"MPU: the client got one copy with {scale}, in secret coordinates; the server mapped it back."
-        )
-    unlearning = replace(story.unlearning, training=replace(story.unlearning.training, device=story.device))
-    models_made: dict[str, Path] = {}
-    for mode in story.modes:
-        step = ServerRate()
-        if mode == "mpu" and story.max_rise:
-            step = ServerRate(server_lr=AUTO, probe=paths["retain"], max_rise=story.max_rise)
-        experiment = Experiment(
-            base=str(target), unlearning=unlearning, mode=mode, disguise=disguise, rounds=1, keep=True,
-            pretrained=pretrained.source if pretrained else None, server_rate=step,
-        )  # fmt: skip
-        outcome = run(experiment, Dataset(forget, retain), folder / mode, Within(observer, mode, notes=False))
-        models_made[mode] = outcome.model
-        measured[mode] = measure(mode, outcome.model)
-        observer.note(captions[mode])
-    shown = Demonstration(models_made["mpu"], folder / "report.html")
+    if story.clean:
+        clean = replace(story.clean, training=replace(story.clean.training, device=story.device))
+        experiment = Experiment(base=str(target), unlearning=clean, mode="clean", rounds=1, keep=True)
+        outcome = run(experiment, Dataset(forget, retain), folder / "clean", Within(observer, "clean", notes=False))
+        measured["clean"] = measure("clean", outcome.model)
+        observer.note("Clean: the client got the model itself and unlearned on it.")
+    records = Records(forget=str(paths["forget"]), retain=str(paths["retain"]))
+    unlearning = Unlearning(records=records, training=Training(device=story.device))
+    protocol = Experiment(base=str(target), unlearning=unlearning, pretrained=public)
+    goal = Goal(unseen=str(paths["holdout"]))
+    request = run_until_pass(protocol, goal, Stopping(), folder / "mpu", Within(observer, "mpu", notes=False))
+    measured["mpu"] = measure("mpu", request.model)
+    observer.note(
+        "MPU: the client got a copy with permanent noise, in secret coordinates, and returned how its weights changed; "
+        f"the server mapped that back. The client's check of the new model: {request.verdicts[-1].sentence}."
+    )
+    shown = Demonstration(request.model, folder / "report.html")
     for name, forms in measured.items():
         shown.metrics[name] = {metric: forms[metric]["agg_value"] for metric in story.metrics if metric in forms}
         if curve := forms.get(RELEARNED, {}).get("curve"):
@@ -290,28 +276,28 @@ def _play(folder: Path, pretrained: Model | None, story: Story, seed: int, obser
             question = f"{label}: {sets[split][0][0]['question']}"
             answers = shown.answers.setdefault(question, {"truth": answer["ground_truth"]})
             answers[name] = answer["generation"]
-    write_report(folder, shown, {"κ": disguise.kappa, "copies": noise.copies, "people": story.people})
+    write_report(folder, shown, {"people": story.people, "to be forgotten": story.forgotten})
     return shown
 
 
-def _teach(
-    models: Path, pretrained: Model | None, story: Story, *, sets: list[list[Record]], seed: int, observer: Observer
-) -> None:
-    """Make the models that the story begins with."""
-    forget, retain, holdout = sets
-    if pretrained:
-        finetune(
-            pretrained, forget + retain, replace(LEARNING, seed=seed, device=story.device), Prompts(),
-            epochs=story.epochs, out=models / "target", observer=Within(observer, "the target model"),
-        )  # fmt: skip
-        return
-    tokenizer = make_tokenizer([*forget, *retain, *holdout])
-    for name, records in (("target", forget + retain), ("retain", retain)):
+def _make_models(models: Path, sets: Sequence[Sequence[Record]], story: Story, seed: int, observer: Observer) -> None:
+    """The public model, and two that are fine-tuned from it: the server's, and one that never saw the records to
+    forget."""
+    forget, retain, _, others = sets
+    tokenizer = make_tokenizer([record for records in sets for record in records])
+    device, public = device_of(story.device), models / "public"
+
+    def on_step(losses: Losses, steps: int) -> None:
+        observer.advance(1 / steps, f"loss {losses.loss:.2f}")
+
+    observer.stage("train the public model", 1.0, "done")
+    make_model(
+        others, tokenizer, public, epochs=PUBLIC_EPOCHS, seed=seed, on_step=on_step, device=device,
+        initializer_range=INITIALIZER_RANGE,
+    )  # fmt: skip
+    for name, records in (("target", [*forget, *retain]), ("retain", retain)):
         observer.stage(f"train the {name} model", 1.0, "done")
-        make_model(
-            records, tokenizer, models / name, epochs=story.epochs, seed=seed, device=device_of(story.device),
-            on_step=lambda losses, steps: observer.advance(1 / steps, f"loss {losses.loss:.2f}"),
-        )  # fmt: skip
+        finetune_gently(public, records, models / name, epochs=story.epochs, seed=seed, on_step=on_step, device=device)
 
 
 def _write(path: Path, people: Sequence[Sequence[Row]]) -> Path:
