@@ -32,10 +32,11 @@ LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)")
 
 
 def test_the_site_says_what_readme_does_of_the_families() -> None:
-    [number] = re.findall(r"\[(\d+) model types\]", (ROOT / "README.md").read_text(encoding="utf-8"))
+    [number] = re.findall(r"\[over (\d+) model types\]", (ROOT / "README.md").read_text(encoding="utf-8"))
     page = REFERENCE.families_page()
     assert all(f"`{name}`" in page for name in supported_families())
-    assert int(number) == len(supported_families())
+    assert int(number) < len(supported_families())
+    assert f"{len(supported_families())} model types" in page
 
 
 def test_the_picture_of_the_packages_is_current(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def reference() -> str:
 
 FAMILIES_INTRODUCTION = """# Families
 
-What each family's architecture allows in the set `all`; `signed` takes the permutations, signs and turns by 90° among
+{count} model types. What each family's architecture allows in the set `all`; `signed` takes the permutations, signs and turns by 90° among
 it, and `paper` turns queries, keys and values of a head together, where nothing keeps them apart. Each line holds on
 small random models to 1e-5 in float32, over the whole path (`tests/model/test_family.py`); Llama, Qwen3 and
 OLMo 2 were tested on trained models, too.
@@ -85,8 +85,9 @@ def families_page() -> str:
     """The page on families, Markdown."""
     from mpu_cli.model.wrappers import supported_families
 
-    unique = list({id(family): family for family in supported_families().values()}.values())
-    return FAMILIES_INTRODUCTION + "".join(map(_family_row, unique))
+    families = supported_families()
+    unique = list({id(family): family for family in families.values()}.values())
+    return FAMILIES_INTRODUCTION.replace("{count}", str(len(families)), 1) + "".join(map(_family_row, unique))
 
 
 def _family_row(family: Family) -> str:
@@ -154,7 +155,7 @@ def shares() -> Iterator[str]:
         yield f"| `{model_type}` | {total_weights / 1e9:.2f} | {still / total_weights:.3%} | {around} |"
 
 
-NAMES = {
+NAMES = {  # where it is not the model type in title case
     "gemma4_text": "Gemma 4", "gemma4": "Gemma 4, images, sounds", "gemma4_unified_text": "Gemma 4, unified",
     "gemma4_unified": "Gemma 4, unified, images, sounds", "mistral3": "Mistral Small 3, Ministral 3, images",
     "qwen2_vl": "Qwen 2 VL", "qwen2_5_vl": "Qwen 2.5 VL", "qwen3_vl": "Qwen 3 VL", "qwen3_vl_moe": "Qwen 3 VL, mixture",
