@@ -82,9 +82,11 @@ STEPS, PASSES = 180, 20  # where no limit is given: so many steps, or passes ove
 
 # A record that has reached the level goes on falling for some steps, by about one nat where the noise is small.
 UNKNOWN_LEVEL, LOWEST_LEVEL, HIGHEST_LEVEL = -3.0, -9.0, -0.5
-# Times the noise under which it is trained, as a share of the weights: by which multiple of itself the level is lower
-# there. 35 nats times the noise where a stranger guesses nothing, and less where there is less to forget.
-NOISE_MARGIN = 35.0 / 3.0
+# Times the nats that noise of the copy's size takes off an answer's log-probability: by which multiple of itself the
+# level is lower there. On SmolLM2, whose answers lose a nat, half of what the copy forgets reaches the server's model;
+# where answers hardly lose anything, all of it does.
+FELT_MARGIN = 1.2
+USUAL_COST = 10.0  # such nats for noise as large as the weights, where they are not measured: of LoRA
 
 
 @dataclass(frozen=True)
@@ -177,18 +179,18 @@ class Scorer:
         self.before = self._probabilities(model)
         self.level = math.nan  # set once the level is settled
 
-    def level_at(self, noise: float) -> float:
+    def level_at(self, cost: float) -> float:
         """The level of the hinge loss, in nats per token, which pulls at what the copy knew.
 
         It is how probable answers are that a model does not know: those of the same records under the public model,
-        else of unseen ones. ``noise``: permanent, as a share of the weights. Of what the answers fall under noise, a
-        part comes over to the server's model, so they have to fall so many times as far there.
+        else of unseen ones. ``cost``: of noise as large as the copy's (``cost_of_noise``). Where answers feel the
+        noise, only a part of what they fall comes over to the server's model, so they have to fall further.
         """
         level = UNKNOWN_LEVEL
         unknown = self._public.forget if self._public else self.before.get("unseen")
         if unknown is not None:
             level = max(level, math.log(max(fmean(unknown), 1e-9)))
-        level *= 1 + NOISE_MARGIN * noise
+        level *= 1 + FELT_MARGIN * max(0.0, cost)
         level = round(min(max(level, LOWEST_LEVEL), HIGHEST_LEVEL), 1)  # in tenths
         known = fmean(math.log(max(p, 1e-30)) for p in self.before["forget"])
         return pulling_level(level, -known)
@@ -257,9 +259,11 @@ class Watching(TrainerCallback):
         self._initial = _copy_weights(model, self._place)
         self._further = FurtherNoise(self._initial, seed + 1, 0.0)  # what the change has to work under, at a look
         is_lora = any("lora_" in name for name in self._initial)  # factors are not weights of the copy
+        cost = 0.0 if self.is_faithful else USUAL_COST * noise
         if not (self.is_faithful or is_lora):
             further = FurtherNoise(self._initial, seed + 1, noise)
-            if scorer.cost_of_noise(model, further) < UNFELT_NOISE:
+            cost = scorer.cost_of_noise(model, further)
+            if cost < UNFELT_NOISE:
                 self._further = further
         self._is_scaled = self.is_faithful or self._further.share > 0  # back to what suffices
         self._best: tuple[Look, float, dict[str, torch.Tensor]] | None = None  # with the share of the change
@@ -268,7 +272,7 @@ class Watching(TrainerCallback):
         elif level is not None:
             self.level = level
         else:
-            self.level = scorer.level_at(noise)
+            self.level = scorer.level_at(cost)
         scorer.level = self.level
 
     def on_step_end(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **values: Any) -> None:
