@@ -29,7 +29,7 @@ class Diagnosis:
 
 @dataclass(frozen=True, kw_only=True)
 class Doctor(Command):
-    """Say what this machine offers, and try the whole path on it with a small model, which takes about a minute.
+    """Say what this machine offers, and try the whole path on it with a small model.
 
     For a bug report: nothing of yours is read or shown. Exits with status 1 if something does not work.
     """

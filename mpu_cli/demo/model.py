@@ -65,7 +65,6 @@ def make_model(
     on_step: Callable[[Losses, int], None],
     family: str = "llama",
     rates: Sequence[tuple[float, float]] = RATES,
-    intermediate_size: int = 352,
     initializer_range: float = 0.02,
     device: torch.device | None = None,
 ) -> None:
@@ -76,7 +75,7 @@ def make_model(
     """
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
-        family, head_dim=32, vocab_size=len(tokenizer), hidden_size=128, intermediate_size=intermediate_size,
+        family, head_dim=32, vocab_size=len(tokenizer), hidden_size=128, intermediate_size=352,
         num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
         tie_word_embeddings=True, initializer_range=initializer_range, bos_token_id=0, eos_token_id=2, pad_token_id=3,
     )  # fmt: skip

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 
-from mpu_cli.demo.trials import paged_state
 from mpu_cli.errors import UsageError
 from mpu_cli.options.declare import from_flat
 from mpu_cli.options.unlearning import Unlearning
@@ -222,10 +221,3 @@ def test_paged_state_is_paged_again_once_it_is_loaded(monkeypatch: pytest.Monkey
         assert any(loaded is buffer for buffer in pages)
         assert torch.equal(loaded, optimizer.state[parameter][name])
         assert loaded.any()
-
-
-def test_doctor_notices_that_nothing_is_paged() -> None:
-    """On a CPU bitsandbytes pages nothing, however large a tensor is."""
-    pytest.importorskip("bitsandbytes")
-    with pytest.raises(AssertionError, match="is not paged"):
-        paged_state(torch.device("cpu"))
