@@ -22,6 +22,7 @@ RATES = ((0.8, 2e-3), (0.2, 2e-4))  # shares of the epochs, and the rates at whi
 FINETUNING_RATES = ((0.7, 1e-4), (0.3, 2e-5))
 # Five times transformers' own: large weights learn by small changes, as those of a large model do.
 INITIALIZER_RANGE = 0.1
+PUBLIC_WIDTH = 192
 SPECIAL = ["<|begin|>", "<|turn|>", "<|end|>", "<|pad|>"]
 CHAT_TEMPLATE = (
     "<|begin|>{% for m in messages %}<|turn|>{{ m['role'] + '\n' + m['content'] }}<|end|>{% endfor %}"
@@ -65,18 +66,20 @@ def make_model(
     on_step: Callable[[Losses, int], None],
     family: str = "llama",
     rates: Sequence[tuple[float, float]] = RATES,
+    width: int = 128,
     initializer_range: float = 0.02,
     device: torch.device | None = None,
 ) -> None:
-    """Train a model with 0.9 M parameters on ``records``, on ``device`` (None: a CPU), and save it in ``folder``.
+    """Train a model of this ``width`` on ``records``, on ``device`` (None: a CPU), and save it in ``folder``.
 
-    ``family`` is a ``model_type`` whose config takes Llama's entries. At the last of the ``rates``, every
-    record is known by heart, on every machine.
+    It has 0.9 M parameters at the usual width. ``family`` is a ``model_type`` whose config takes Llama's entries. At the
+    last of the ``rates``, every record is known by heart, on every machine.
     """
     torch.manual_seed(seed)
     config = AutoConfig.for_model(
-        family, head_dim=32, vocab_size=len(tokenizer), hidden_size=128, intermediate_size=352,
-        num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        family, head_dim=32, vocab_size=len(tokenizer), hidden_size=width, intermediate_size=11 * width // 4,
+        num_hidden_layers=4, num_attention_heads=width // 32, num_key_value_heads=width // 64,
+        max_position_embeddings=256,
         tie_word_embeddings=True, initializer_range=initializer_range, bos_token_id=0, eos_token_id=2, pad_token_id=3,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).to(device or torch.device("cpu"))

@@ -20,6 +20,7 @@ import transformers
 
 from mpu_cli.demo.model import (
     INITIALIZER_RANGE,
+    PUBLIC_WIDTH,
     Row,
     finetune_gently,
     make_model,
@@ -177,7 +178,7 @@ class Story:
 KNOWLEDGE = ("forget_Q_A_Prob", "forget_Q_A_ROUGE", "retain_Q_A_Prob", "retain_Q_A_ROUGE")
 PUBLIC_PEOPLE, PUBLIC_EPOCHS = 60, 30  # of the public model that is made on the spot
 SMALL = Story(
-    people=40, forgotten=4, unseen=12, evaluated=36, epochs=45,
+    people=40, forgotten=4, unseen=12, evaluated=36, epochs=40,
     # The level at which `unlearn --unseen` arrives, too: the log-probability of what the model never saw.
     clean=Unlearning(algo="hinge", epochs=35, loss=Loss(level=-1.6), training=Training(batch_size=10)),
     metrics=(
@@ -293,7 +294,7 @@ def _make_models(models: Path, sets: Sequence[Sequence[Record]], story: Story, s
     observer.stage("train the public model", 1.0, "done")
     make_model(
         others, tokenizer, public, epochs=PUBLIC_EPOCHS, seed=seed, on_step=on_step, device=device,
-        initializer_range=INITIALIZER_RANGE,
+        width=PUBLIC_WIDTH, initializer_range=INITIALIZER_RANGE,
     )  # fmt: skip
     for name, records in (("target", [*forget, *retain]), ("retain", retain)):
         observer.stage(f"train the {name} model", 1.0, "done")

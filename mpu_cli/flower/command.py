@@ -30,7 +30,9 @@ class Watch(Command):
     EXAMPLE: ClassVar[str] = (
         "mpu watch /srv/data/spool --forget forget.jsonl --retain retain.jsonl --work /srv/private/work"
     )
-    ESSENTIAL: ClassVar[str] = "--algo --forget --retain --lr --epochs --batch-size --optim --lora rank --work --device"
+    ESSENTIAL: ClassVar[str] = (
+        "--algo --forget --retain --lr --epochs --batch-size --columns --encoding --work --device"
+    )
 
     spool: Path = option(..., "The folder that the Flower app fills and empties.", metavar="SPOOL", argument=True)
     unlearning: Unlearning = group(Unlearning)

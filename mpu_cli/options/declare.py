@@ -372,7 +372,8 @@ def folds_of(declarations: Mapping[str, Declaration]) -> dict[Fold, list[Declara
 def unfold(fold: Fold, texts: Iterable[str], declarations: Mapping[str, Declaration]) -> dict[str, object]:
     """What ``texts`` set, each NAME=VALUE,… or a TOML file of such values: values by the options' names in Python.
 
-    A switch needs no value, and what has no name goes on with the text before it: ``rank=8,targets=q_proj,v_proj``.
+    A switch needs no value, what has no name goes on with the text before it (``rank=8,targets=q_proj,v_proj``), and of
+    a name that is given twice the last value counts.
     Raises UsageError for a name or a value that the fold does not have, MpuError for a file that cannot be read.
     """
     members = {each.key: each for each in folds_of(declarations)[fold]}
@@ -383,8 +384,6 @@ def unfold(fold: Fold, texts: Iterable[str], declarations: Mapping[str, Declarat
             near = nearest(key, members)
             hint = f"did you mean {near}?" if near else f"write NAME=VALUE, with a name of {', '.join(members)}"
             raise UsageError(f"{where}: no such name", hint)
-        if known.name in values:
-            raise UsageError(f"{where}: {key} is given twice")
         return known
 
     for text in texts:

@@ -180,7 +180,7 @@ def check_reference_file(path: Path, manifest: CopyManifest | None, options: Unl
     another suffix, MpuError if it is missing after round 1."""
     if not refers_back(objective):
         raise UsageError(
-            f"--reference-file: {options.algo} with --constants retain_loss {objective.retain_loss} compares with no "
+            f"--reference-file: {options.algo} with --constants retain_loss={objective.retain_loss} compares with no "
             "probabilities, or with hidden states, which are in a copy's own coordinates",
             "leave it out",
         )

@@ -160,7 +160,7 @@ def check_objective(algo: str, objective: Objective) -> None:
         raise UsageError(f"--dp epsilon does not work with {algo}: its α tells of the records without noise")
     if objective.retain_outputs == "hidden":
         raise UsageError(
-            f"--dp epsilon does not work with --constants retain_loss {objective.retain_loss}", "use nll or kl"
+            f"--dp epsilon does not work with --constants retain_loss={objective.retain_loss}", "use nll or kl"
         )
 
 

@@ -134,7 +134,7 @@ def memory_rows(options: argparse.Namespace, model: str) -> Iterator[dict[str, o
     """What the dry run says of a training's memory, and what was taken: of the card by all that ``mpu`` holds there,
     the context and the allocator's cache included; on a CPU, anonymous memory."""
     for name, setting in MEMORY.items():
-        if options.device == "cpu" and "--quantize" in setting:
+        if options.device == "cpu" and any("quantize" in each for each in setting):
             continue
         command = ["unlearn", model, "--algo", "npo", "--forget", "forget.jsonl", "--retain", "retain.jsonl",
                    "--batch-size", str(options.batch_size), "--epochs", "1", "--lr", "1e-6", "--reading",

@@ -5,7 +5,7 @@
 MODEL is a folder, or the name of a shape (0.1b, 0.5b), which is made of random weights. On the CPU in float32, as
 `mpu unlearn` (NPO, AdamW, three steps, embeddings and head not trained) and `mpu eval` (two batches) compute; torch's
 profiler attributes each operation's own time. The last row compares with matrix products alone, at this machine's rate
-for large ones. ``--compile`` compiles each layer first (torch.compile), outside of what is measured.
+for large ones. ``--training compile`` compiles each layer first (torch.compile), outside of what is measured.
 """
 
 from __future__ import annotations

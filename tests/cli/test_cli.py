@@ -368,10 +368,10 @@ def test_records_that_are_none(mpu, tmp_path, content, complaint):
         (["--training", "micro_batch_size=0"], "--training", "micro_batch_size=2"),
         (["--algo", "rmu", "--constants", "layer=2"], "--constants", "layer=2"),
         (["--algo", "rmu", "--constants", "layer=1"], "final norm", 2),  # the last of two layers
-        (["--algo", "npo", "--constants", "coefficient=5"], "--coefficient: npo has no such constant", 2),
+        (["--algo", "npo", "--constants", "coefficient=5"], "--constants coefficient: npo has no such constant", 2),
         (["--lora", "rank=2,alpha=0"], "--lora", "alpha=2"),
         (["--dp", "epsilon=1e-9,delta=1e-30"], "--dp", "epsilon=2"),
-        (["--dp", "epsilon=4", "--constants", "retain_loss=hidden,layer=0"], "--retain-loss hidden", 2),
+        (["--dp", "epsilon=4", "--constants", "retain_loss=hidden,layer=0"], "--constants retain_loss=hidden", 2),
         (["--algo", "npo", "--constants", "retain_loss=hidden"], "--constants", "layer=2"),
         (["--lora", "rank=0"], "--lora", "rank=2"),
         (["--dp", "epsilon=4", "--training", "compile"], "--training", "compile", 2),
@@ -402,7 +402,7 @@ def test_a_tokenizer_without_template_or_none(mpu, tmp_path, base):
     write_records(tmp_path / "forget.jsonl", 4, 1)
     (base / "chat_template.jinja").unlink()
     arguments = ["unlearn", "base", "--algo", "gradascent", "--epochs", 1]
-    assert_refused(mpu(*arguments, "--reading", "template=chat", check=False, cwd=tmp_path), "--template plain")
+    assert_refused(mpu(*arguments, "--reading", "template=chat", check=False, cwd=tmp_path), "--reading template=plain")
     mpu(*arguments, cwd=tmp_path)  # plain prompts, as mpu eval does
     mpu(*arguments, "--reading", "template=plain", "--out", "plain.safetensors", cwd=tmp_path)
     default_delta, plain_delta = (
@@ -420,7 +420,7 @@ def test_a_template_without_system_turn(mpu, tmp_path, base):
     refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     (base / "chat_template.jinja").write_text(refusal + template)
     arguments = ["unlearn", "base", "--algo", "gradascent", "--epochs", 1]
-    assert_refused(mpu(*arguments, check=False, cwd=tmp_path), "--system-prompt ''")
+    assert_refused(mpu(*arguments, check=False, cwd=tmp_path), "--reading system_prompt ''")
     assert not (tmp_path / "deltas").exists()
     mpu(*arguments, "--reading", "system_prompt=", cwd=tmp_path)
     assert (tmp_path / "deltas/base.safetensors").is_file()
@@ -458,7 +458,7 @@ def test_out_of_memory_takes_fewer_records_at_once_or_says_what_to_lower(tmp_pat
     assert (tmp_path / "deltas/base.safetensors").exists()
     refused = shell(f"ulimit -v 3600000; {line} --force")
     assert refused.returncode == 1
-    assert "--micro-batch-size" in refused.stderr.splitlines()[-1]
+    assert "--training micro_batch_size" in refused.stderr.splitlines()[-1]
 
 
 @pytest.mark.slow
@@ -500,7 +500,7 @@ def test_a_text_of_paragraphs(mpu, tmp_path):
         "--dry-run",
     )
     outcome = mpu(*command, cwd=tmp_path)
-    assert "forget.txt: one record, of 3 paragraphs; --split paragraphs makes a record of each" in outcome.err
+    assert "forget.txt: one record, of 3 paragraphs; --reading split=paragraphs makes one of each" in outcome.err
     assert [record.answer for record in read_records(tmp_path / "forget.txt", RecordFormat(split="paragraphs"))] == [
         "First one.", "The second\nparagraph.", "A third."
     ]  # fmt: skip

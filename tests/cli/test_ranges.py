@@ -18,13 +18,13 @@ from tests.helpers.models import DemoModel, write_records
 LINES = {
     "demo": "demo trial --out demo",
     "publish": "publish model --copies 2 --out published --keys published.bin",
-    "rehearse": "rehearse copy_1 --keys keys.bin --forget forget.jsonl --retain retain.jsonl --max-steps 2",
+    "rehearse": "rehearse copy_1 --keys keys.bin --forget forget.jsonl --retain retain.jsonl --unlearn max_steps=2",
     "aggregate": "aggregate deltas --keys keys.bin --probe retain.jsonl --out aggregated",
     "unlearn": "unlearn copy_1 --max-steps 2 --out trained",
     "surrogate": "surrogate copy_1 --prompts prompts.txt --term-column question --out surrogate.jsonl",
     # Some of the records is left, and enough of the others kept for a longer step to be considered.
     "check": "check new/copy_1 --before copy_1 --forget forget.jsonl --retain retain.jsonl --unseen unseen.jsonl "
-    "--min-kept 0.5",
+    "--goal min_kept=0.5",
     "watch": "watch spool --once --work work",
     "audit-delta": "audit-delta copy_1 deltas/copy_1.safetensors",
     "ask": "ask copy_1 Who?",
@@ -32,7 +32,7 @@ LINES = {
     "--samples 1",
     "tune": "tune copy_1 --algo npo --trials 1 --most-epochs 1",
     "plan": "plan model --forget forget.jsonl",
-    "run": "run model --copies 2 --max-steps 1 --out experiment",
+    "run": "run model --copies 2 --unlearn max_steps=1 --rounds 1 --out experiment",
     "sweep": "sweep sweep.toml --out swept",
     "finetune": "finetune model --data forget.jsonl --epochs 1 --out finetuned",
 }  # fmt: skip
@@ -44,19 +44,19 @@ NEEDED = {
     "beta1": f"{ONE_EPOCH} satimp",
     "beta2": f"{ONE_EPOCH} satimp",
     "layer": f"{ONE_EPOCH} rmu",
-    "coefficient": f"{ONE_EPOCH} rmu --layer 0",
+    "coefficient": f"{ONE_EPOCH} rmu --constants layer=0",
     "retain_limit": f"{ONE_EPOCH} pdu",
     "dual_rate": f"{ONE_EPOCH} pdu",
-    "lora_alpha": "--lora-rank 2",
+    "lora_alpha": "--lora rank=2",
     "checkpoint_steps": "--resume",
-    **dict.fromkeys(("dp_delta", "dp_max_grad_norm", "dp_budget"), f"{ONE_EPOCH} gradascent --dp-epsilon 3"),
+    **dict.fromkeys(("dp_delta", "dp_max_grad_norm", "dp_budget"), f"{ONE_EPOCH} gradascent --dp epsilon=3"),
     "dp_epsilon": f"{ONE_EPOCH} gradascent",
 }
 NEEDED_TO_PUBLISH = {
-    "epsilon": "--sensitivity 1 --dp-delta 1e-5",
-    "dp_delta": "--epsilon 1 --sensitivity 1",
-    "sensitivity": "--epsilon 1 --dp-delta 1e-5",
-    "budget_rounds": "--epsilon 1 --sensitivity 1 --dp-delta 1e-5",
+    "epsilon": "--dp sensitivity=1,delta=1e-5",
+    "dp_delta": "--dp epsilon=1,sensitivity=1",
+    "sensitivity": "--dp epsilon=1,delta=1e-5",
+    "budget_rounds": "--dp epsilon=1,sensitivity=1,delta=1e-5",
 }
 # How long a command works, or how much it holds: there is an end where nobody waits for it.
 WORK = {
@@ -87,16 +87,18 @@ def cases() -> Iterator[Any]:
     seen: set[Declaration] = set()
     for command, line in LINES.items():
         for option in declared_options(COMMANDS[command]).values():
-            if option.range is None:
+            # What a command takes for another one, as a part of an option, is checked there.
+            if option.range is None or (option.fold and option.fold.name in COMMANDS):
                 continue
             needed = NEEDED_TO_PUBLISH if command == "publish" else NEEDED if command in TRAININGS else {}
             tier = pytest.mark.exhaustive if option in seen else pytest.mark.slow
             seen.add(option)
             for value in ends_of(option):
                 number = int(value) if option.kind is int else value
-                arguments = [*line.split(), *needed.get(option.name, "").split(), f"{option.flag}={number}"]
-                if "--epochs" in " ".join(arguments) and "--max-steps" in arguments:
-                    place = arguments.index("--max-steps")
+                arguments = [*line.split(), *needed.get(option.name, "").split(), *f"{option.flag}={number}".split()]
+                until = "--unlearn" if command in ("rehearse", "run") else "--max-steps"
+                if "--epochs" in " ".join(arguments) and until in arguments:
+                    place = arguments.index(until)
                     del arguments[place : place + 2]
                 yield pytest.param(arguments, marks=tier, id=f"{command} {option.flag}={number:g}")
 

@@ -467,7 +467,7 @@ READERS: dict[str, tuple[str, ...] | str] = {
     "protocol/keys.py": ("keys", "keys, sealed"),
     "protocol/register.py": ("register",),
     "protocol/updates.py": ("updates",),
-    "records/encode.py": "--template-option",
+    "records/encode.py": "--reading template_option",
     "records/forms.py": ("records",),
     "records/read.py": ("records",),
     "toml.py": ("recipe",),

@@ -26,7 +26,9 @@ class TestTune:
         assert document["best"]["forget_rise"] > 0.1
         again = mpu("tune", demo.model, *common, *search, cwd=tmp_path).out
         assert again == document["options"] + "\n"  # the same seed, the same search
-        assert document["options"].startswith("--algo npo --beta 2 --optim adamw-blockwise --batch-size 5 --lr ")
+        assert document["options"].startswith(
+            "--algo npo --constants beta=2 --optim adamw-blockwise --batch-size 5 --lr "
+        )
         exact = ("--lr", document["best"]["lr"], "--epochs", document["best"]["epochs"])
         direct = mpu("unlearn", demo.model, *common, *exact, "--json", cwd=tmp_path).json
         rise = direct["after"]["forget"] - direct["before"]["forget"]

@@ -36,13 +36,15 @@ def test_answers_are_those_that_transformers_generates(mpu: Callable, tmp_path: 
     copy = AutoModelForCausalLM.from_pretrained(tmp_path / "copy_1", dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(demo.model, dtype=torch.float32)
     as_it_is = greedy(copy, tmp_path / "copy_1", QUESTION, 12)
-    [first, second] = mpu("ask", demo.model, "copy_1", QUESTION, "--max-new-tokens", 12, cwd=tmp_path).out.splitlines()
+    [first, second] = mpu(
+        "ask", demo.model, "copy_1", QUESTION, "--max-new-tokens", 12, cwd=tmp_path
+    ).out.splitlines()
     assert first.split("\t") == [str(demo.model), greedy(base, demo.model, QUESTION, 12)]
     assert second.split("\t") == ["copy_1", as_it_is]
     state = copy.state_dict()
     for name, change in load_file(tmp_path / "deltas/copy_1.safetensors").items():
         state[name] += change
-    delta = ("--delta", "deltas/copy_1.safetensors", "--scoring", "max_new_tokens=12", "--json")
+    delta = ("--delta", "deltas/copy_1.safetensors", "--max-new-tokens", 12, "--json")
     replies = mpu("ask", "copy_1", QUESTION, *delta, cwd=tmp_path).json
     assert [reply["answer"] for reply in replies] == [as_it_is, greedy(copy, tmp_path / "copy_1", QUESTION, 12)]
     assert mpu("ask", demo.model, "copy_1", QUESTION, *delta, check=False, cwd=tmp_path).is_one_error

@@ -258,7 +258,7 @@ class TestOwnRecords:
 
     @pytest.mark.slow
     def test_long_answers_are_generated_whole(self, mpu: Callable, tmp_path: Path) -> None:
-        """As many tokens as the longest answer has; fewer if --max-new-tokens says so."""
+        """As many tokens as the longest answer has; fewer if --scoring max_new_tokens says so."""
         model = save(random_model("llama", max_position_embeddings=512), tmp_path / "long")
         (tmp_path / "a.jsonl").write_text(json.dumps({"question": "w3", "answer": " ".join(["w4"] * 260)}) + "\n")
         lengths = []

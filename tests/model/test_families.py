@@ -115,7 +115,7 @@ def test_experts_have_no_gradients_for_each_record(mpu: Callable, tmp_path: Path
     write_records(tmp_path / "forget.jsonl", 4, 1)
     private = ["--forget", "forget.jsonl", "--algo", "gradascent", "--epochs", 1, "--reading", "template=plain",
                "--dp", "epsilon=8", "--lora", "rank=2"]  # fmt: skip
-    mpu("unlearn", base, *private, fails="--lora-targets", status=2, cwd=tmp_path)
+    mpu("unlearn", base, *private, fails="--lora targets", status=2, cwd=tmp_path)
     assert mpu("unlearn", base, *private, "--lora", "targets=q_proj,v_proj", cwd=tmp_path).out
 
 

@@ -108,16 +108,16 @@ class TestPublished:
     @pytest.mark.parametrize(
         ("arguments", "says"),
         [
-            ("--epsilon 1", "--dp-delta and --sensitivity"),
-            ("--dp-delta 1e-5", "for --epsilon"),
-            ("--epsilon 0 --dp-delta 1e-5 --sensitivity 1", "above 0"),
-            ("--epsilon 1 --dp-delta 1 --sensitivity 1", "between 0 and 1"),
-            ("--epsilon 1 --dp-delta 1e-5 --sensitivity inf", "finite"),
-            ("--epsilon 2 --dp-delta 1e-5 --sensitivity 1 --bound classical", "ε ≤ 1"),
-            ("--epsilon 100 --dp-delta 1e-10 --sensitivity 1", "smaller ε"),
-            ("--epsilon 1 --dp-delta 1e-5 --sensitivity 1 --kappa 0.01", "leak them"),
-            ("--epsilon 1 --dp-delta 1e-5 --sensitivity 1 --seed 1", "guessed"),
-            ("--epsilon 1 --dp-delta 1e-5 --sensitivity 1 --round 2", "--budget-rounds"),
+            ("--dp epsilon=1", "--dp delta and --dp sensitivity"),
+            ("--dp delta=1e-5", "for --dp epsilon"),
+            ("--dp epsilon=0,delta=1e-5,sensitivity=1", "above 0"),
+            ("--dp epsilon=1,delta=1,sensitivity=1", "between 0 and 1"),
+            ("--dp epsilon=1,delta=1e-5 --dp sensitivity inf", "finite"),
+            ("--dp epsilon=2,delta=1e-5,sensitivity=1 --bound classical", "ε ≤ 1"),
+            ("--dp epsilon=100,delta=1e-10,sensitivity=1", "smaller ε"),
+            ("--dp epsilon=1,delta=1e-5,sensitivity=1 --kappa 0.01", "leak them"),
+            ("--dp epsilon=1,delta=1e-5,sensitivity=1 --seed 1", "guessed"),
+            ("--dp epsilon=1,delta=1e-5,sensitivity=1 --round 2", "--dp budget_rounds"),
         ],
     )
     def test_refuses(self, mpu: Callable, tmp_path: Path, base: Path, arguments: str, says: str) -> None:

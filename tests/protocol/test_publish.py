@@ -68,7 +68,7 @@ class TestPublish:
             "--pretrained PUBLIC --permanent-noise 3.3333333 --copies 1",
             "--kappa 0.5 --permanent-noise 0.2 --mark 0.2 --noise zero-sum --alphas 1,1.7",
             "--noise zero-sum --copies 3 --alphas random",
-            "--epsilon 2 --dp-delta 1e-5 --sensitivity 0.12345678 --adversary one-copy --budget-rounds 4",
+            "--dp epsilon=2,delta=1e-5,sensitivity=0.12345678,adversary=one-copy,budget_rounds=4",
             "--kappa 0.1 --copies 3 --copy-recipients CLIENT",
             "--kappa 0.1 --copies 2 --copy-recipients CLIENT,OTHER",
         ],
@@ -553,10 +553,10 @@ class TestPermanentNoise:
 
     def test_a_publication_that_failed_is_not_counted(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
         calibrated = ("--copies", 2, "--dp", "epsilon=1,delta=1e-6", "--out", tmp_path / "e", "--keys")
-        outputs = (*calibrated, tmp_path / "e.bin", "--sensitivity")
-        assert "overflows" in mpu("publish", base, *outputs, 1e5, "--dtype", "float16", check=False).err
-        mpu("publish", base, *outputs, 0.01)
-        assert "would not hold" in mpu("publish", base, *outputs, 0.01, "--force", check=False).err
+        outputs = (*calibrated, tmp_path / "e.bin", "--dp")
+        assert "overflows" in mpu("publish", base, *outputs, "sensitivity=1e5", "--dtype", "float16", check=False).err
+        mpu("publish", base, *outputs, "sensitivity=0.01")
+        assert "would not hold" in mpu("publish", base, *outputs, "sensitivity=0.01", "--force", check=False).err
 
     def test_epsilon_counts_publications(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
         """Two publications of a base, to two owners who may pool their copies, are two mechanisms."""

@@ -332,7 +332,7 @@ class TestDialogues:
         assert "two user turns in a row" in refused.value.hint
         with pytest.raises(MpuError, match="rejected it") as refused:  # for the system's turn, which comes first
             Encoding(tokenizer_with(case), system_prompt="w1").encode([record])
-        assert "--system-prompt ''" in refused.value.hint
+        assert "--reading system_prompt ''" in refused.value.hint
 
 
 class TestFolders:
@@ -774,7 +774,7 @@ class TestFilesAsPeopleHaveThem:
             "unlearn", "base", *BRIEF, "--reading", "max_length=2", "--out", "x.safetensors", check=False, cwd=root
         )
         assert refused.is_one_error
-        assert "--max-length 2" in refused.err
+        assert "--reading max_length=2" in refused.err
 
     def test_what_was_cut_is_scored_as_cut(self, mpu: Callable, root: Path) -> None:
         """Beside the same records, cut by hand to the same tokens."""

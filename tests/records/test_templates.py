@@ -206,7 +206,7 @@ class TestLabels:
         turns = (Turn("user", "Where?"), Turn("tool", "Eastmere"))
         with pytest.raises(MpuError, match="computed date format: %d %B") as refused:
             Encoding(tokenizer).encode([Record(turns, "In Eastmere.", "a.jsonl, line 1")])
-        assert "--date" in str(refused.value.hint)
+        assert "--reading date" in str(refused.value.hint)
 
     def test_a_template_that_prints_no_answer(self) -> None:
         case = template_case("qwen2_5")

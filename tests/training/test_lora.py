@@ -199,7 +199,7 @@ def test_targets(mpu, tmp_path, base):
     wrong = mpu("unlearn", base, *options, "--lora", "rank=2,targets=qq", check=False, cwd=tmp_path)
     assert wrong.status == 2
     assert "matches no linear layer" in wrong.err
-    assert "--lora-rank" in mpu("unlearn", base, *options, "--lora", "targets=q_proj", check=False, cwd=tmp_path).err
+    assert "--lora rank" in mpu("unlearn", base, *options, "--lora", "targets=q_proj", check=False, cwd=tmp_path).err
 
 
 @pytest.mark.slow
@@ -231,7 +231,7 @@ def test_an_adapter_needs_factors(mpu, tmp_path, base):
     mpu("publish", base, "--copies", 2, cwd=tmp_path)
     options = ("--algo", "gradascent", "--epochs", 1, "--reading", "template=plain")
     mpu("unlearn", "copy_1", "copy_2", *options, cwd=tmp_path)
-    assert "--lora-rank" in mpu("aggregate", "deltas", "--as-adapter", check=False, cwd=tmp_path).err
+    assert "--lora rank" in mpu("aggregate", "deltas", "--as-adapter", check=False, cwd=tmp_path).err
 
 
 def test_factors_of_a_rank_that_no_change_has(mpu: Callable, root: Path) -> None:

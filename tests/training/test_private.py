@@ -117,7 +117,7 @@ def test_logits_are_of_one_record_at_a_time(tmp_path, algorithm):
 
 
 def test_what_belongs_to_one_person_is_clipped_together(tmp_path):
-    """With --dp-unit: compared with one backward pass per person, over both sets, clipped by hand."""
+    """With --dp unit: compared with one backward pass per person, over both sets, clipped by hand."""
     model, sets = prepare(tmp_path, "llama")
     names = {"forget": ["a", "b", "a", None], "retain": ["b", "c", "c", "d"]}
     people = [[("forget", 0), ("forget", 2)], [("forget", 1), ("retain", 0)], [("forget", 3)],
@@ -210,7 +210,7 @@ def test_the_ledger_composes_and_refuses(mpu, tmp_path):
     assert 2 < outcome.json["privacy"]["epsilon_of_ledger"] <= 2.9
     refused = mpu("unlearn", "second/copy_2", *options, *budget, "--out", "3.safetensors", check=False, cwd=tmp_path)
     assert refused.status == 1
-    assert "--dp-budget 2.9: with this one, the 3 in" in refused.err
+    assert "--dp budget=2.9: with this one, the 3 in" in refused.err
     assert not (tmp_path / "3.safetensors").exists()
     ledger = Path(os.environ["XDG_CONFIG_HOME"]) / "mpu/ledger.jsonl"
     assert ledger.stat().st_mode & 0o777 == 0o600
@@ -307,16 +307,16 @@ def test_through_the_command_line(mpu, tmp_path):
         (["--algo", "dpo"], "dpo"),
         (["--algo", "rmu"], "rmu"),
         (["--algo", "pdu"], "pdu"),
-        (["--dp", "epsilon=-1"], "--dp-epsilon"),
-        (["--dp", "delta=2"], "--dp-delta"),
-        (["--dp", "max_grad_norm=0"], "--dp-max-grad-norm"),
+        (["--dp", "epsilon=-1"], "--dp epsilon"),
+        (["--dp", "delta=2"], "--dp delta"),
+        (["--dp", "max_grad_norm=0"], "--dp max_grad_norm"),
         (["--resume"], "--resume"),
         (["--dp", "unit=person"], "no 'person'"),
     ],
 )
 def test_what_does_not_go_together(mpu, tmp_path, base, arguments, complaint):
     outcome = mpu("unlearn", base, "--dp", "epsilon=1", *arguments, check=False, cwd=tmp_path)
-    assert outcome.status == (1 if "--dp-unit" in arguments else 2)
+    assert outcome.status == (1 if "unit=person" in arguments else 2)
     assert complaint in outcome.err
 
 
@@ -349,11 +349,11 @@ def test_equal_records_are_one_unit():
     assert len(alone.units) == len(units)
     remarks = data.warnings(options.privacy)
     assert any("8 of 11 records repeat others: equal records are protected as one" in each for each in remarks)
-    assert any("2 records share their question" in each and "--dp-unit" in each for each in remarks)
+    assert any("2 records share their question" in each and "--dp unit" in each for each in remarks)
     named = replace(data, forget=[replace(record, unit=str(i)) for i, record in enumerate(data.forget)], retain=[])
     by_name = replace(options, privacy=replace(options.privacy, dp_unit="person"))
     assert len(plan_privately(named, by_name, objective).units) == 10
-    assert not [each for each in named.warnings(by_name.privacy) if "--dp-unit" in each]
+    assert not [each for each in named.warnings(by_name.privacy) if "--dp unit" in each]
 
 
 def test_noise_of_dp_sgd_does_not_hang_on_32_bits() -> None:

@@ -142,7 +142,7 @@ def test_eval_measures_the_model_in_4_bits(mpu: Callable, base: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ((), "need --lora-rank"),
+        ((), "need --lora rank"),
         (("--lora", "rank=2", "--precision", "float64"), "float64"),
     ],
 )

@@ -223,7 +223,7 @@ class TestDate:
         assert "date" in compared.err
 
     def test_what_is_no_date(self, mpu: Callable, root: Path) -> None:
-        with pytest.raises(UsageError, match="--date 'tomorrow'"):
+        with pytest.raises(UsageError, match="--reading date 'tomorrow'"):
             parse_date("tomorrow")
         for command in (("unlearn", "base"), ("run", "base"), ("finetune", "base", "--data", "forget.jsonl")):
             mpu(*command, "--reading", "date=31 Feb 2026", cwd=root, fails="not a date", status=2)

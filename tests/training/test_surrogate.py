@@ -49,7 +49,7 @@ class TestRelease:
         refused = mpu("surrogate", copy, "--dp", "budget=1.9", "--out", "second.jsonl", check=False, cwd=tmp_path)
         assert refused.status == 1
         assert refused.is_one_error
-        assert "--dp-budget 1.9" in refused.err
+        assert "--dp budget=1.9" in refused.err
         assert not (tmp_path / "second.jsonl").exists()
         assert epsilon_of(read_ledger(default_ledger_path()), 1e-5) == pytest.approx(1.0)
 
@@ -100,7 +100,7 @@ class TestRelease:
             (["--forget", "odd.jsonl", "--term-column", "who"], "--term-column holds no name"),
             (["--reading", "date=foo"], "date"),
             (["--device", "cuda:7"], "cuda:7"),
-            (["--reading", "turns=all"], "--dp-unit"),
+            (["--reading", "turns=all"], "--dp unit"),
             (["--forget", "missing.jsonl"], "missing.jsonl"),
         ],
     )
@@ -132,7 +132,7 @@ class TestRelease:
         mpu("unlearn", copy, *train, "--out", "2.safetensors", cwd=tmp_path)
         assert epsilon_of(read_ledger(default_ledger_path()), 1e-5) == float("inf")
         refused = mpu("unlearn", copy, *train, "--public-records", "--dp", "epsilon=1", check=False, cwd=tmp_path)
-        assert "--public-records does not work with --dp-epsilon" in refused.err
+        assert "--public-records does not work with --dp epsilon" in refused.err
         for named in ([], ["--forget", "surrogate.jsonl"]):  # otherwise the private files beside it are read
             mpu("unlearn", copy, *named, "--public-records", fails="where private records are expected", cwd=tmp_path)
 

@@ -384,7 +384,7 @@ def test_layers_that_cannot_be_compiled_are_one_error(mpu, folder, shell, monkey
     compiler.chmod(0o755)
     command = shlex.join(["mpu", "unlearn", "base", *TRAINING, "--training", "compile", "--quiet"])
     refused = shell(f"TORCHINDUCTOR_CACHE_DIR=cache CXX={compiler} {command}")
-    assert (refused.returncode, "mpu: error: --compile: " in refused.stderr) == (1, True), refused.stderr
+    assert (refused.returncode, "mpu: error: --training compile: " in refused.stderr) == (1, True), refused.stderr
     assert not (folder / "deltas/base.safetensors").exists()
     monkeypatch.setattr(execution, "COMPILER", "no-such-compiler")
     mpu("unlearn", "base", *TRAINING, "--training", "compile", refused="needs a C++ compiler", cwd=folder)
@@ -402,7 +402,7 @@ def test_layers_that_cannot_be_compiled_are_one_error(mpu, folder, shell, monkey
     ],
 )
 def test_a_step_reads_both_sets_in_one_pass(folder, monkeypatch, options, passes):
-    """As far as both terms read the same outputs and --micro-batch-size lets them."""
+    """As far as both terms read the same outputs and --training micro_batch_size lets them."""
     sizes = []
 
     def record_passes(model, batch, **named):
@@ -450,7 +450,7 @@ def test_warm_up_lowers_the_first_steps(mpu, folder):
     finetuned = [mpu(*learned, *more, cwd=folder) for more in (["--dry-run"], [])]
     for outcome in (outcomes[1], dry, *finetuned):
         assert outcome.err.count("its rate never gets to --lr") == 1
-    assert "--warmup-steps" not in outcomes[0].err
+    assert "--training warmup_steps" not in outcomes[0].err
 
 
 def test_a_linear_schedule_is_steps_of_falling_rates(mpu, folder):
@@ -540,7 +540,7 @@ class TestOutOfMemory:
     def test_one_record_that_does_not_fit_is_an_error(self, folder, monkeypatch):
         with pytest.raises(MpuError, match="out of memory") as refused:
             delta_of_training(folder, "none", {"algo": "npo"}, lambda: limit_memory(monkeypatch, 0, "forward"))
-        assert "--gradient-checkpointing" in refused.value.hint
+        assert "--training gradient_checkpointing" in refused.value.hint
         assert not (folder / "none.safetensors").exists()
 
 
