@@ -3,13 +3,11 @@
     python examples/optimizers.py mpu-demo/models/target --forget mpu-demo/records/forget.jsonl \
         --retain mpu-demo/records/retain.jsonl
 
-Needs bitsandbytes for lion and adamw_8bit (`pip install bitsandbytes`).
-
 For each optimiser, runs `mpu unlearn` on the base (clean) and, for each set of symmetries, `mpu publish` of two copies
 without noise, `mpu unlearn` and `mpu aggregate`, and reports the distance between the updates. Then reports that
 distance at two noise scales, with the default nodes for two copies in signed coordinates, and its slope: 2 if the noise
-cancels as it should. Runs in float64, except for bitsandbytes' optimisers, which support at most float32. GradDiff,
-three epochs of --records records, batch size 4. Prints a Markdown table.
+cancels as it should. Runs in float64. GradDiff, three epochs of --records
+records, batch size 4. Prints a Markdown table.
 """
 
 from __future__ import annotations
@@ -28,10 +26,7 @@ RATES = {
     "adamw": "1e-4",
     "adamw-blockwise": "1e-4",
     "muon": "1e-4",
-    "lion": "3e-5",
-    "adamw_8bit": "1e-4",
 }
-FLOAT32 = ("adamw_8bit",)  # from bitsandbytes
 SETS = ("signed", "paper", "all")
 
 
@@ -41,15 +36,15 @@ def update(base: Path, model: Path) -> np.ndarray:
     return np.concatenate([(after[name].astype(np.float64) - before[name]).ravel() for name in sorted(before)])
 
 
-def aggregate(base: Path, folder: Path, publish: list[object], training: list[object], dtype: str) -> np.ndarray:
+def aggregate(base: Path, folder: Path, publish: list[object], training: list[object]) -> np.ndarray:
     """The update that the protocol produces with two copies."""
     keys = folder / "keys.bin"
     copies = mpu(
-        "publish", base, "--copies", 2, "--seed", 1, "--dtype", dtype, *publish, "--out", folder, "--keys", keys
+        "publish", base, "--copies", 2, "--seed", 1, "--dtype", "float64", *publish, "--out", folder, "--keys", keys
     )
     for copy in copies.split():
         mpu("unlearn", copy, "--out", folder / "deltas" / f"{Path(copy).name}.safetensors", *training)
-    mpu("aggregate", folder / "deltas", "--keys", keys, "--dtype", dtype, "--out", folder / "model")
+    mpu("aggregate", folder / "deltas", "--keys", keys, "--dtype", "float64", "--out", folder / "model")
     return update(base, folder / "model")
 
 
@@ -81,9 +76,8 @@ def main() -> None:
             "--out", work, "--keys", work / "keys.bin")  # fmt: skip
         base = work / "copy_1"
         for optimizer in options.optim.split(","):
-            dtype = "float32" if optimizer in FLOAT32 else "float64"
             training = [
-                *records, "--algo", "graddiff", "--batch-size", 4, "--epochs", 3, "--precision", dtype,
+                *records, "--algo", "graddiff", "--batch-size", 4, "--epochs", 3, "--precision", "float64",
                 "--train-embeddings", "--optim", optimizer, "--lr", RATES[optimizer],
             ]  # fmt: skip
             folder = work / optimizer
@@ -94,7 +88,7 @@ def main() -> None:
             ways += [[*reference, "--kappa", kappa, "--symmetries", "signed"] for kappa in kappas]
             errors = []
             for number, publish in enumerate(ways):
-                found = aggregate(base, folder / str(number), publish, training, dtype)
+                found = aggregate(base, folder / str(number), publish, training)
                 errors.append(float(np.linalg.norm(found - clean) / np.linalg.norm(clean)))
             slope = math.log(errors[-1] / errors[-2]) / math.log(kappas[-1] / kappas[-2])
             cells = [*(f"{error:.1e}" for error in errors), f"{slope:.2f}"]

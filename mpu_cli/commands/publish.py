@@ -14,7 +14,7 @@ from mpu_cli.files.manifest import keys_path, next_round, read_copy_manifest, re
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, MODEL_CONFIG, Command, Opening, Preview, Report
 from mpu_cli.options.declare import group, option
-from mpu_cli.options.publishing import RANDOM, Disguise, Publishing
+from mpu_cli.options.publishing import Disguise, Publishing
 from mpu_cli.text import read_text
 from mpu_cli.wording import command_line, few
 
@@ -160,7 +160,7 @@ class Publish(Command):
         folders = [] if plan.target.recipients else [plan.target.copy_path(each) for each in plan.manifests_to_write]
         for path, _ in plan.outputs:  # an output that exists is an error, and no remark matters then
             Transaction(force=self.force).check(path, path in folders)
-        _say(remarks_on_plan(plan, secret_factors=self._has_secret_factors), observer)
+        _say(remarks_on_plan(plan), observer)
         return Preview(
             reads=[(model.source, model.checkpoint.nbytes) for model in (plan.base, plan.pretrained) if model],
             writes=plan.outputs,
@@ -175,7 +175,7 @@ class Publish(Command):
         from mpu_cli.protocol.review import Reviewed, leakage_of, losses_of_copy, remarks_on_plan, remarks_on_result
 
         plan = self.plan(observer)
-        on_plan = list(remarks_on_plan(plan, secret_factors=self._has_secret_factors))
+        on_plan = list(remarks_on_plan(plan))
         # Warnings first: they may be a reason to stop the work.
         _say([remark for remark in on_plan if remark.is_warning], observer)
         published = publish(plan, observer=observer)
@@ -206,7 +206,7 @@ class Publish(Command):
             "run": published.keys.run,
             "round": published.keys.round,
             "symmetries": publication.symmetries,
-            "noise": {"kind": scheme.kind, "factors": None if self._has_secret_factors else scheme.factors},
+            "noise": {"kind": scheme.kind, "factors": scheme.factors},
             "calibration": asdict(calibration) if calibration else None,
             "hidden": asdict(published.leakage) if published.leakage else None,
             "gives_weights_away": published.gives_weights_away,
@@ -227,10 +227,6 @@ class Publish(Command):
         else:
             tell = observer.warn if self.out else observer.note
             tell(f"safe to send: the copies alone; the folder that they are in also holds the keys, {keys.name}")
-
-    @property
-    def _has_secret_factors(self) -> bool:
-        return self.publishing.disguise.alphas == RANDOM
 
     def _copy_recipients(self) -> list[str]:
         """The parts of --copy-recipients; none if copies are not sealed. Raises UsageError if one is empty."""
@@ -258,9 +254,8 @@ class Publish(Command):
 def command_to_publish(model: Path, keys: Keys) -> str:
     """The command that publishes ``model`` as the last publication was: with noise of its kind and scale, its
     symmetries, mark, layers and dtype, sealed for the same clients."""
-    from mpu_cli.files.randomness import Randomness
     from mpu_cli.files.reader import WORD
-    from mpu_cli.protocol.noise import SCHEMES, ZeroSum
+    from mpu_cli.protocol.noise import SCHEMES
 
     def exact(number: float) -> str:
         """Permanent noise of another scale could be averaged with this one's."""
@@ -296,13 +291,8 @@ def command_to_publish(model: Path, keys: Keys) -> str:
     if scheme.kind != "extrapolate":
         command += ["--noise", scheme.kind]
     if scheme != SCHEMES[scheme.kind].default(keys.copies):
-        factors = ",".join(map(repr, scheme.factors))
-        if scheme.kind == "extrapolate":
-            command += ["--nodes", factors]
-        elif scheme == ZeroSum.from_randomness(Randomness(publication.seed), keys.round, keys.copies):
-            command += ["--alphas", RANDOM]
-        else:
-            command += ["--alphas", factors]
+        flag = "--nodes" if scheme.kind == "extrapolate" else "--alphas"
+        command += [flag, ",".join(map(repr, scheme.factors))]
     if publication.symmetries != usual.symmetries:
         command += ["--symmetries", publication.symmetries]
     if keys.recipients:

@@ -72,7 +72,7 @@ def make_model(
 ) -> None:
     """Train a model of this ``width`` on ``records``, on ``device`` (None: a CPU), and save it in ``folder``.
 
-    It has 0.9 M parameters at the usual width. ``family`` is a ``model_type`` whose config takes Llama's entries. At the
+    It has 0.9 M parameters at the usual width. ``family``: a ``model_type`` whose config takes Llama's entries. At the
     last of the ``rates``, every record is known by heart, on every machine.
     """
     torch.manual_seed(seed)

@@ -100,12 +100,10 @@ def _make_model(folder: Path) -> dict[str, Any]:
 
 NEEDED = ("torch", "transformers", "accelerate", "peft", "safetensors", "tokenizers", "datasets", "numpy", "scipy",
           "pyrage", "typer", "rich")  # fmt: skip
-OF_BITSANDBYTES = [name for name, optimizer in OPTIMIZERS.items() if optimizer.package == "bitsandbytes"]
 OPTIONAL = {
-    "bitsandbytes": f"--optim {', '.join(OF_BITSANDBYTES)}", "opacus": "unlearn --dp",
-    "flash-attn": "--training attention=flash_attention_2",
-    "lm-eval": "eval --benchmark wmdp, --lm-eval", "optuna": "tune",
-    "dp-accounting": "--dp",
+    "bitsandbytes": "--lora quantize=nf4", "opacus": "unlearn --dp",
+    "flash-attn": "--training attention=flash_attention_2", "lm-eval": "eval --benchmark wmdp, --lm-eval",
+    "optuna": "tune", "dp-accounting": "--dp",
     "opendp": "surrogate",
 }  # fmt: skip
 

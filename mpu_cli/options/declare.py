@@ -22,6 +22,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+import msgspec
+
 from mpu_cli.errors import UsageError
 from mpu_cli.toml import read_toml
 
@@ -83,14 +85,6 @@ def is_computable(value: float) -> bool:
     return value == 0 or SMALLEST <= abs(value) <= LARGEST
 
 
-def as_float(number: float) -> float:
-    """``number`` as a float; infinite if it is an integer that none can hold."""
-    try:
-        return float(number)
-    except OverflowError:
-        return math.inf if number > 0 else -math.inf
-
-
 @dataclass(frozen=True)
 class Fold:
     """Options that are one on the command line, ``--constants beta=0.1,gamma=2``: its name, and what they are for."""
@@ -105,33 +99,28 @@ class Fold:
 
 @dataclass(frozen=True)
 class Declaration:
-    """One option, as its group declares it.
+    """One option, as its group declares it."""
 
-    ``name``: in Python and in recipes; ``flag``: on the command line; ``kind``: str, int, float, bool, Path, tuple for
-    names (comma-separated on the command line, a list in a recipe), or list for what is repeated there, each of the
-    type ``item``; ``words``: what a number may be instead; ``optional``: whether None, for "not set", is a value;
-    ``choices``: empty if any value of the kind will do; ``affects_result``: whether a result depends on it by more than
-    its last bits; ``hidden``: from help; ``in_files``: whether a file of options may set it; ``fold``: the option
-    of the command line that this one is a part of.
-    """
-
-    name: str
+    name: str  # in Python and in recipes
+    annotation: Any  # such as float | Literal["auto"] | None
+    # str, int, float, bool, Path, tuple for names (comma-separated on the command line, a list in a recipe), or list
+    # for what is repeated there, each of the type ``item``
     kind: type
-    optional: bool
-    choices: tuple[str, ...]
+    optional: bool  # whether None, for "not set", is a value
+    choices: tuple[str, ...]  # empty if any value of the kind will do
     default: object
     help: str
-    flag: str
+    flag: str  # on the command line
     metavar: str | None
     panel: str | None
     range: Range | None
     argument: bool
-    affects_result: bool
-    words: tuple[str, ...] = ()
+    affects_result: bool  # by more than its last bits
+    words: tuple[str, ...] = ()  # what a number may be instead
     item: type = str
-    hidden: bool = False
-    in_files: bool = True
-    fold: Fold | None = None
+    hidden: bool = False  # from help
+    in_files: bool = True  # whether a file of options may set it
+    fold: Fold | None = None  # the option of the command line that this one is a part of
 
     def part_of(self, fold: Fold) -> Declaration:
         """This option as a part of ``fold``."""
@@ -153,29 +142,22 @@ class Declaration:
 
     def convert(self, value: object, where: str = "") -> object:
         """``value`` as this option's type. Raises UsageError if it is of another type or not a choice."""
-        if (value is None and self.optional) or value in self.words:
-            return value
-        if self.words and isinstance(value, str):
-            try:
+        raw, expected = value, f"of type {self.kind.__name__}"
+        if self.choices:
+            expected = f"one of {', '.join(self.choices)}"
+        try:
+            if self.words and isinstance(value, str) and value not in self.words:
+                expected = f"a number or {' or '.join(self.words)}"
                 value = float(value)
-            except ValueError as error:
-                complaint = f"{where}{self.name} = {value!r}: must be a number or {' or '.join(self.words)}"
-                raise UsageError(complaint) from error
-        if self.kind is float and type(value) is int:
-            value = as_float(value)
-        if self.kind is Path and isinstance(value, str):
-            value = Path(value)
-        if self.kind is tuple:
-            value = _names(value)
-        if self.kind is list:
-            values = value if isinstance(value, list | tuple) else [value]
-            value = [Path(each) if self.item is Path and isinstance(each, str) else each for each in values]
-            if odd := [each for each in value if not isinstance(each, self.item)]:
-                raise UsageError(f"{where}{self.name} = {odd[0]!r}: must be of type {self.item.__name__}")
-        if not isinstance(value, self.kind) or (isinstance(value, bool) and self.kind is not bool):
-            raise UsageError(f"{where}{self.name} = {value!r}: must be of type {self.kind.__name__}")
-        if self.choices and value not in self.choices:
-            raise UsageError(f"{where}{self.name} = {value!r}: must be one of {', '.join(self.choices)}")
+            if self.kind is tuple and isinstance(value, str):
+                value = [name.strip() for name in value.split(",") if name.strip()]
+            if self.kind is list and isinstance(value, str | Path):
+                value = [value]
+            value = msgspec.convert(value, self.annotation, dec_hook=lambda kind, text: kind(text))
+            if self.choices and value is not None and value not in self.choices:
+                raise ValueError(value)
+        except (ValueError, TypeError) as error:  # ValueError: also msgspec's
+            raise UsageError(f"{where}{self.name} = {raw!r}: must be {expected}") from error
         self.check(value, where)
         return value
 
@@ -185,20 +167,11 @@ class Declaration:
         if not isinstance(value, int | float) or isinstance(value, bool) or value in allowed:
             return
         label = f"{where}{self.name} =" if where else self.flag
-        is_finite = math.isfinite(as_float(value))
+        is_finite = abs(value) < math.inf
         if is_finite and not is_computable(value):
             raise UsageError(f"{label} {value}: must be 0 or between {SMALLEST:g} and {LARGEST:g} in size")
         finite = "" if is_finite or allowed == Range() else "finite and "
         raise UsageError(f"{label} {value}: must be {finite}{allowed}")
-
-
-def _names(value: object) -> object:
-    """Names, from text with commas or from a list of texts; anything else as it is."""
-    if isinstance(value, str):
-        return tuple(filter(None, map(str.strip, value.split(","))))
-    if isinstance(value, list) and all(isinstance(name, str) for name in value):
-        return tuple(value)
-    return value
 
 
 def option(
@@ -350,6 +323,7 @@ def _declaration(group_class: type, group_field: Field, hint: Any) -> Declaratio
     fold = described.pop("fold") or getattr(group_class, "FOLD", None)
     declaration = Declaration(
         name=group_field.name,
+        annotation=hint,
         kind=str if is_literal else get_origin(kind) or kind,
         optional=optional,
         default=group_field.default,

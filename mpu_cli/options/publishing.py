@@ -14,7 +14,6 @@ DP = Fold("dp", "Noise calibrated to (ε, δ) differential privacy of the weight
 
 NoiseKind = Literal["extrapolate", "zero-sum"]
 StoredDtype = Literal["float64", "float32", "float16", "bfloat16"]
-RANDOM = "random"  # of --alphas
 AUTO: Literal["auto"] = "auto"  # of --server-lr
 RESTORE: Literal["restore"] = "restore"  # of --server-lr
 KAPPA = 0.01  # the paper's
@@ -49,8 +48,7 @@ class Copies(Options):
     )
     alphas: str | None = option(
         None,
-        "zero-sum: the factor for each copy, such as 1,2, or random: drawn secretly between 1 and 2 (default: evenly "
-        "from 1 to 2).",
+        "zero-sum: the factor for each copy, such as 1,2 (default: evenly from 1 to 2).",
         metavar="A,B,…",
     )
 
@@ -58,7 +56,7 @@ class Copies(Options):
     def count(self) -> int | None:
         """How many copies are asked for; None for as many as are usual."""
         factors = self.nodes if self.alphas is None else self.alphas
-        if self.copies is not None or factors in (None, RANDOM):
+        if self.copies is not None or factors is None:
             return self.copies
         return factors.count(",") + 1
 

@@ -23,7 +23,7 @@ import torch
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.boundary import Count, Scale, Word
 from mpu_cli.files.randomness import DOUBLE_REACH, Randomness, standard_normals
-from mpu_cli.options.publishing import RANDOM, CalibrationOptions, Copies
+from mpu_cli.options.publishing import CalibrationOptions, Copies
 
 NODE_DISTANCE = 0.5  # distance between neighbouring nodes on one side: see Extrapolated.default
 DEFAULT_COPIES, MOST_COPIES = 3, 100
@@ -147,11 +147,6 @@ class ZeroSum(Scheme):
         return cls(tuple(1 + k / max(1, copies - 1) for k in range(copies)))
 
     @classmethod
-    def from_randomness(cls, randomness: Randomness, round_: int, copies: int) -> ZeroSum:
-        """α_k uniform in [1, 2), drawn from the seed: whoever does not know them must estimate them."""
-        return cls(tuple((1 + randomness.stream("alphas", round_).uniform(copies)).tolist()))
-
-    @classmethod
     def from_factors(cls, factors: Iterable[float]) -> ZeroSum:
         alphas = tuple(map(float, factors))
         for alpha in alphas:
@@ -240,11 +235,11 @@ class Extrapolated(Scheme):
 SCHEMES: dict[str, type[Scheme]] = {scheme.kind: scheme for scheme in (Extrapolated, ZeroSum)}
 
 
-def scheme_of(options: Copies, secret: tuple[Randomness, int] | None = None) -> Scheme:
+def scheme_of(options: Copies) -> Scheme:
     """The scheme that --noise, --alphas, --nodes and --copies ask for.
 
-    Without --copies there are as many as factors, or DEFAULT_COPIES. ``secret``: what random α are drawn from, and the
-    round. Raises UsageError for numbers that do not make a scheme.
+    Without --copies there are as many as factors, or DEFAULT_COPIES. Raises UsageError for numbers that do not make a
+    scheme.
     """
     kind, alphas, nodes = options.noise, options.alphas, options.nodes
     copies = DEFAULT_COPIES if options.count is None else options.count
@@ -252,10 +247,6 @@ def scheme_of(options: Copies, secret: tuple[Randomness, int] | None = None) -> 
         raise UsageError(f"--copies {copies}: must be at least 1")
     if copies > MOST_COPIES:
         raise UsageError(f"--copies {copies}: must be at most {MOST_COPIES}")
-    if alphas == RANDOM and nodes is None and kind != Extrapolated.kind:
-        if secret is None:
-            raise UsageError("--alphas random: drawn only when publishing", "give numbers here")
-        return ZeroSum.from_randomness(*secret, copies)
     if alphas is not None or nodes is not None:
         return given_factors(kind, alphas, nodes, copies)
     return (SCHEMES[kind] if kind else Extrapolated).default(copies)

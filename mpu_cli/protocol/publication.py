@@ -212,7 +212,7 @@ def publication_of(
     if privacy.epsilon is not None and round_ > privacy.budget_rounds:
         raise UsageError(f"--round {round_}: ε and δ cover {privacy.budget_rounds} rounds", "raise --dp budget_rounds")
     master = new_seed() if seed is None else seed_from_number(seed)
-    scheme = scheme_of(disguise, (Randomness(master), round_))
+    scheme = scheme_of(disguise)
     calibration = None if privacy.epsilon is None else calibrate(privacy, min(scheme.scales))
     return Publication(
         seed=master,

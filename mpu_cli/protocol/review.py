@@ -227,9 +227,8 @@ class Reviewed(Published):
         return [remark.text for remark in self.remarks if remark.is_warning]
 
 
-def remarks_on_plan(plan: PublishPlan, *, secret_factors: bool) -> Iterator[Remark]:
-    """What the copies will lack of the base, how they are disguised, and what that leaves open; with the noise's
-    factors unless they are secret. Reads no weights."""
+def remarks_on_plan(plan: PublishPlan) -> Iterator[Remark]:
+    """What the copies will lack of the base, how they are disguised, and what that leaves open. Reads no weights."""
     base = plan.base
     if not any(path.name in TOKENIZER_FILES for path in base.side_files):
         yield Remark(
@@ -250,7 +249,7 @@ def remarks_on_plan(plan: PublishPlan, *, secret_factors: bool) -> Iterator[Rema
             yield Remark(f"config.json: the copies do not get {few(ignored)}, which transformers does not read")
     if beside := not_in_copies(base):
         yield Remark(f"the copies do not get {few(beside)}")
-    yield from _on_publication(plan, secret_factors=secret_factors)
+    yield from _on_publication(plan)
     # What the options alone give away, of whatever model.
     publication = plan.publication
     noise = publication.kappa or publication.shared_kappa or publication.calibration
@@ -357,12 +356,12 @@ def _on_noise(published: Published) -> Iterator[Remark]:
         )
 
 
-def _on_publication(plan: PublishPlan, *, secret_factors: bool) -> Iterator[Remark]:
-    """Its noise, its symmetries and what they leave in place; the noise's factors unless they are secret."""
+def _on_publication(plan: PublishPlan) -> Iterator[Remark]:
+    """Its noise, its symmetries and what they leave in place."""
     publication = plan.publication
     scheme = publication.scheme
-    factors = "" if secret_factors else f" ({', '.join(f'{factor:g}' for factor in scheme.factors)})"
-    order = "" if scheme.copies == 1 else f"{factors}, cancels up to order {scheme.order - 1}"
+    factors = ", ".join(f"{factor:g}" for factor in scheme.factors)
+    order = "" if scheme.copies == 1 else f" ({factors}), cancels up to order {scheme.order - 1}"
     yield Remark(f"noise: {scheme.name}{order}; symmetries: {publication.symmetries}")
     if publication.mark:
         yield Remark(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -122,28 +121,6 @@ def _matrices_apart(groups: Iterable[dict], outside: Collection[torch.Tensor]) -
     return apart
 
 
-class Lion(torch.optim.Optimizer):
-    """Lion (Chen et al. 2023, arXiv 2302.06675, algorithm 2): θ ← θ − lr·(sign(β₁m + (1−β₁)g) + λθ), m ← β₂m + (1−β₂)g.
-
-    In the parameters' own dtype, which bitsandbytes' Lion supports only up to float32.
-    """
-
-    def __init__(
-        self, params: Iterable, lr: float, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 0.0
-    ):
-        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override] # noqa: ARG002 (as torch has it)
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for parameter in (p for p in group["params"] if p.grad is not None):
-                momentum = self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(momentum.lerp(parameter.grad, 1 - beta1).sign_(), alpha=-group["lr"])
-                momentum.lerp_(parameter.grad, 1 - beta2)
-
-
 Groups = list[dict[str, Any]]
 
 
@@ -163,42 +140,6 @@ class Optimizer:
     elementwise: bool = False
     normalised: bool = True
     whole_matrices: bool = False
-    package: str | None = None
-
-
-def _of_bitsandbytes(name: str) -> Callable[[Groups, float, Collection[torch.Tensor]], torch.optim.Optimizer]:
-    def make(groups: Groups, lr: float, _: Collection[torch.Tensor]) -> torch.optim.Optimizer:
-        try:
-            import bitsandbytes
-        except ImportError as error:
-            raise MpuError(f"--optim: {name} needs bitsandbytes", "install it with pip install bitsandbytes") from error
-        warnings.filterwarnings("ignore", message="Paged optimizers are not supported on CPU")  # nothing to page there
-        optimizer = getattr(bitsandbytes.optim, name)(groups, lr=lr)
-        if optimizer.is_paged:
-            _page_what_is_loaded(optimizer)
-        return optimizer
-
-    return make
-
-
-def _page_what_is_loaded(optimizer: Any) -> None:
-    """Let bitsandbytes' ``optimizer`` keep a state that it loads as it keeps one that it makes: it would put all of it
-    on the device, where there may be no room for it."""
-    load = optimizer.load_state_dict
-
-    def load_paged(state: dict[str, Any]) -> None:
-        load(state, move_to_device=False)
-        for parameter, param_state in optimizer.state.items():
-            for name, value in param_state.items():
-                if not isinstance(value, torch.Tensor):
-                    continue
-                if name in ("state1", "state2"):  # the moments, as large as the parameter
-                    param_state[name] = optimizer.get_state_buffer(parameter, dtype=value.dtype)
-                    param_state[name].copy_(value)
-                else:
-                    param_state[name] = value.to(parameter.device)
-
-    optimizer.load_state_dict = load_paged
 
 
 OPTIMIZERS = {
@@ -210,19 +151,11 @@ OPTIMIZERS = {
     "muon": Optimizer(
         lambda groups, lr, outside: Muon(_matrices_apart(groups, outside), lr), state_bytes=4, whole_matrices=True
     ),
-    "lion": Optimizer(lambda groups, lr, _: Lion(groups, lr=lr), state_bytes=4, elementwise=True),
-    "paged_adamw_32bit": Optimizer(
-        _of_bitsandbytes("PagedAdamW32bit"), state_bytes=8, elementwise=True, package="bitsandbytes"
-    ),
-    "adamw_8bit": Optimizer(_of_bitsandbytes("AdamW8bit"), state_bytes=2, elementwise=True, package="bitsandbytes"),
 }
 
 
 def make_optimizer(
     name: str, groups: Groups, lr: float, outside: Collection[torch.Tensor] = ()
 ) -> torch.optim.Optimizer:
-    """The optimiser ``name`` over parameter groups; ``outside`` are embedding and head, which Muon is not meant for.
-
-    Raises MpuError if the package it needs is not installed.
-    """
+    """The optimiser ``name`` over parameter groups; ``outside`` are embedding and head, which Muon is not meant for."""
     return OPTIMIZERS[name].make(groups, lr, outside)

@@ -67,7 +67,6 @@ class TestPublish:
             "--pretrained PUBLIC --kappa 0.0123456789 --nodes 1,-1,0.3 --symmetries all --max-noise 0.5",
             "--pretrained PUBLIC --permanent-noise 3.3333333 --copies 1",
             "--kappa 0.5 --permanent-noise 0.2 --mark 0.2 --noise zero-sum --alphas 1,1.7",
-            "--noise zero-sum --copies 3 --alphas random",
             "--dp epsilon=2,delta=1e-5,sensitivity=0.12345678,adversary=one-copy,budget_rounds=4",
             "--kappa 0.1 --copies 3 --copy-recipients CLIENT",
             "--kappa 0.1 --copies 2 --copy-recipients CLIENT,OTHER",
@@ -86,8 +85,7 @@ class TestPublish:
         mpu(*printed, "--publish-again", "--out", tmp_path / "2", "--keys", tmp_path / "2" / "keys.bin")
         second = keys_of(tmp_path / "2")
         assert second.publication.seed != first.publication.seed
-        assert (second.publication.scheme == first.publication.scheme) == ("random" not in options)
-        secrets = {"seed": b"", "run": "1", "scheme": first.publication.scheme}
+        secrets = {"seed": b"", "run": "1"}
         assert replace(second.publication, **secrets) == replace(first.publication, **secrets)
         assert second.sigma == first.sigma
         assert second.shared_sigma == first.shared_sigma
@@ -181,16 +179,6 @@ class TestPublish:
         mpu("verify", tmp_path / "copy_2", "--keys", tmp_path / "keys.bin")
         attacks = mpu("audit", *(tmp_path / f"copy_{k}" for k in (1, 2, 3)), "--base", base, "--json").json["attacks"]
         assert attacks["all copies"]["weights"] > 0.15
-
-    def test_random_alphas(self, mpu, tmp_path, base):
-        drawn = []
-        for name in "ab":
-            out = mpu("publish", base, "--alphas", "random", "--copies", 3, "--out", tmp_path / name,
-                      "--keys", tmp_path / name / "keys.bin")  # fmt: skip
-            drawn.append(keys_of(tmp_path / name).publication.scheme.factors)
-            assert not [a for a in drawn[-1] if f"{a:g}" in out.out + out.err]
-        assert all(1 <= alpha < 2 for alphas in drawn for alpha in alphas)
-        assert len({alpha for alphas in drawn for alpha in alphas}) == 6
 
     def test_two_publications_share_no_noise(self, mpu, tmp_path, base):
         noises = []
@@ -375,7 +363,6 @@ def test_publish_says_what_a_copy_knows(mpu: Callable, tmp_path: Path, demo: Dem
         ((), 1, 0, HIDING_PERMANENT),
         (("--copies", 2), 2, HIDING_KAPPA, HIDING_PERMANENT),
         (("--noise", "zero-sum"), 3, HIDING_KAPPA, HIDING_PERMANENT),
-        (("--alphas", "random"), 3, HIDING_KAPPA, HIDING_PERMANENT),
         (("--nodes", "1"), 1, 0, HIDING_PERMANENT),
         (("--copy-recipients", "PUBLIC,PUBLIC"), 2, HIDING_KAPPA, HIDING_PERMANENT),
         (("--kappa", 0.01), 3, 0.01, 0),

@@ -302,31 +302,6 @@ def test_what_training_would_get_wrong_is_refused(plugin, optimizer, complaint):
         check_sharding(accelerator, optimizer)
 
 
-@pytest.mark.slow
-def test_bitsandbytes_adamw_is_adamw(mpu, folder):
-    """In 32 bits up to rounding; in 8 bits in the same direction."""
-    pytest.importorskip("bitsandbytes")
-    ways = {}
-    for name in ("adamw", "paged_adamw_32bit", "adamw_8bit"):
-        mpu("unlearn", "base", *TRAINING, "--optim", name, "--out", f"{name}.safetensors", cwd=folder)
-        ways[name] = load_file(folder / f"{name}.safetensors")
-    adamw = ways.pop("adamw")
-    for name, tensor in adamw.items():
-        close = 1e-4 * float(tensor.abs().max())
-        torch.testing.assert_close(ways["paged_adamw_32bit"][name], tensor, rtol=0, atol=close)
-    flat = [torch.cat([t.flatten() for t in way.values()]) for way in (adamw, ways["adamw_8bit"])]
-    assert float(torch.cosine_similarity(*flat, dim=0)) > 0.95
-
-
-def test_lion_takes_signs(mpu, folder):
-    """Every weight with a gradient moves by the learning rate in the first step (Chen et al., 2023)."""
-    options = [*TRAINING, "--optim", "lion", "--epochs", "1", "--batch-size", "7", "--training", "weight_decay=0"]
-    mpu("unlearn", "base", *options, "--out", "lion.safetensors", cwd=folder)
-    moved = torch.cat([t.flatten() for t in load_file(folder / "lion.safetensors").values()]).abs()
-    assert float((torch.isclose(moved, torch.tensor(1e-3), rtol=1e-3) | (moved == 0)).float().mean()) > 0.999
-    assert float((moved > 0).float().mean()) > 0.5
-
-
 def test_the_log_has_a_line_a_step(mpu, folder):
     document = mpu("unlearn", "base", *TRAINING, "--log", "log.jsonl", "--json", cwd=folder).json
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
@@ -473,17 +448,6 @@ def test_a_linear_schedule_is_steps_of_falling_rates(mpu, folder):
     second = change("stepped", "second.safetensors", "--epochs", 1, "--lr", 5e-3)
     for name in both:
         torch.testing.assert_close(both[name], first[name] + second[name], rtol=1e-7, atol=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["paged_adamw_32bit", "adamw_8bit"])
-def test_an_optimizer_that_is_not_installed_is_named(mpu, folder, name):
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError:
-        mpu("unlearn", "base", *TRAINING, "--optim", name, fails="pip install", status=1, cwd=folder)
-    else:
-        mpu("unlearn", "base", *TRAINING, "--optim", name, cwd=folder)
 
 
 def test_micro_batches_pad_little() -> None:
