@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 
 import pytest
 
@@ -25,6 +27,24 @@ def test_lines_of_pages_can_be_read_in_a_diff() -> None:
             if len(line) > MAX_MARKDOWN and not in_code and not line.lstrip().startswith(("|", "[", "<", "![")):
                 long_lines.append(f"{page}:{number}")
     assert long_lines == []
+
+
+def test_no_modules_import_each_other() -> None:
+    """At their top level, types included; what a function imports may come back."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}
+    graph: dict[str, set[str]] = {}
+    for name, path in names.items():
+        imported = set()
+        statements: list[ast.stmt] = list(ast.parse(path.read_text(encoding="utf-8")).body)
+        for statement in statements:
+            if isinstance(statement, ast.If):  # TYPE_CHECKING
+                statements += statement.body
+            elif isinstance(statement, ast.ImportFrom) and statement.module:
+                for alias in statement.names:
+                    module = f"{statement.module}.{alias.name}"
+                    imported.add(module if module in names else statement.module)
+        graph[name] = imported & names.keys()
+    TopologicalSorter(graph).prepare()  # raises CycleError
 
 
 @pytest.mark.slow

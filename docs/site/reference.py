@@ -49,9 +49,9 @@ def reference() -> str:
 FAMILIES_INTRODUCTION = """# Families
 
 {count} model types, and what each family's architecture allows in the set `all`. `signed` takes the permutations, signs
-and turns by 90° among it, and `paper` turns queries, keys and values of a head together, where nothing keeps them apart. Each line holds on
-small random models to 1e-5 in float32, over the whole path (`tests/model/test_family.py`); Llama, Qwen3 and
-OLMo 2 were tested on trained models, too.
+and turns by 90° among it, and `paper` turns queries, keys and values of a head together, where nothing keeps them
+apart. Each line holds on small random models to 1e-5 in float32, over the whole path (`tests/model/test_family.py`);
+Llama, Qwen3 and OLMo 2 were tested on trained models, too.
 
 `mpu check-family MODEL` applies each symmetry to a checkpoint, alone and with the others, and compares logits.
 An architecture that is not listed is refused: a transform that does

@@ -12,7 +12,7 @@ import time
 import warnings
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpu_cli.errors import Diverged, UsageError
 from mpu_cli.model.source import Model
@@ -21,9 +21,6 @@ from mpu_cli.options.unlearning import Unlearning
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.job import check_options
 from mpu_cli.training.unlearn import unlearn
-
-if TYPE_CHECKING:
-    from mpu_cli.lab.commands.tune import Tune
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,16 @@ class Trial:
 
 
 def tune(
-    model: Model, data: Dataset, options: Unlearning, search: Tune, observer: Observer = SILENT
+    model: Model,
+    data: Dataset,
+    options: Unlearning,
+    *,
+    trials: int,
+    least_lr: float,
+    most_lr: float,
+    most_epochs: int,
+    max_rise: float,
+    observer: Observer = SILENT,
 ) -> tuple[Trial | None, list[Trial]]:
     """The trial in bounds that forgot most (None: there is none), and all trials in their order.
 
@@ -56,16 +62,16 @@ def tune(
         raise UsageError(
             "a search needs records to keep, to measure what is lost", "use --retain, and an --constants alpha above 0"
         )
-    if search.least_lr > search.most_lr:
-        raise UsageError(f"--least-lr {search.least_lr:g}: above --most-lr {search.most_lr:g}")
-    trials: list[Trial] = []
+    if least_lr > most_lr:
+        raise UsageError(f"--least-lr {least_lr:g}: above --most-lr {most_lr:g}")
+    done: list[Trial] = []
 
     def objective(proposed: Any) -> float:
-        lr = proposed.suggest_float("lr", search.least_lr, search.most_lr, log=True)
-        epochs = proposed.suggest_int("epochs", 1, search.most_epochs, log=True)
-        trials.append(_train(model, data, options, search, lr=lr, epochs=epochs))
-        last = trials[-1]
-        proposed.set_user_attr("beyond", last.retain_rise - search.max_rise)
+        lr = proposed.suggest_float("lr", least_lr, most_lr, log=True)
+        epochs = proposed.suggest_int("epochs", 1, most_epochs, log=True)
+        last = _train(model, data, options, lr=lr, epochs=epochs, max_rise=max_rise)
+        done.append(last)
+        proposed.set_user_attr("beyond", last.retain_rise - max_rise)
         observer.advance(
             1, f"lr {lr:.2g}, {epochs} epochs: forget +{last.forget_rise:.2f}, retain +{last.retain_rise:.2f}"
         )
@@ -74,13 +80,13 @@ def tune(
     sampler = optuna.samplers.TPESampler(
         seed=options.training.seed, constraints_func=lambda frozen: (frozen.user_attrs["beyond"],)
     )
-    observer.stage("tune", search.trials, "trials")
-    optuna.create_study(direction="maximize", sampler=sampler).optimize(objective, n_trials=search.trials)
-    in_bounds = [trial for trial in trials if trial.within]
-    return max(in_bounds, key=lambda trial: trial.forget_rise, default=None), trials
+    observer.stage("tune", trials, "trials")
+    optuna.create_study(direction="maximize", sampler=sampler).optimize(objective, n_trials=trials)
+    in_bounds = [trial for trial in done if trial.within]
+    return max(in_bounds, key=lambda trial: trial.forget_rise, default=None), done
 
 
-def _train(model: Model, data: Dataset, options: Unlearning, search: Tune, *, lr: float, epochs: int) -> Trial:
+def _train(model: Model, data: Dataset, options: Unlearning, *, lr: float, epochs: int, max_rise: float) -> Trial:
     started = time.monotonic()
     tried = replace(options, epochs=epochs, training=replace(options.training, lr=lr))
     with tempfile.TemporaryDirectory(prefix="mpu-") as scratch:
@@ -88,7 +94,7 @@ def _train(model: Model, data: Dataset, options: Unlearning, search: Tune, *, lr
             result = unlearn(model, data, tried, target=Path(scratch) / "delta.safetensors")
         except Diverged:
             return Trial(
-                lr, epochs, forget_rise=0.0, retain_rise=2 * search.max_rise, within=False,
+                lr, epochs, forget_rise=0.0, retain_rise=2 * max_rise, within=False,
                 seconds=time.monotonic() - started,
             )  # fmt: skip
     if result.before is None or result.after is None or result.before.retain is None or result.after.retain is None:
@@ -96,6 +102,6 @@ def _train(model: Model, data: Dataset, options: Unlearning, search: Tune, *, lr
     lost = result.after.retain - result.before.retain
     gained = result.after.forget - result.before.forget
     return Trial(
-        lr, epochs, forget_rise=gained, retain_rise=lost, within=lost <= search.max_rise,
+        lr, epochs, forget_rise=gained, retain_rise=lost, within=lost <= max_rise,
         seconds=time.monotonic() - started,
     )  # fmt: skip

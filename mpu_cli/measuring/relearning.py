@@ -22,7 +22,7 @@ from mpu_cli.records.forms import Record
 
 if TYPE_CHECKING:
     from mpu_cli.measuring.benchmarks import Row, Split
-    from mpu_cli.measuring.evaluate import Advance, Run
+    from mpu_cli.measuring.run import Advance, Run
 
 
 REPHRASINGS = (

@@ -36,7 +36,7 @@ def test_answers_are_those_that_transformers_generates(mpu: Callable, tmp_path: 
     copy = AutoModelForCausalLM.from_pretrained(tmp_path / "copy_1", dtype=torch.float32)
     base = AutoModelForCausalLM.from_pretrained(demo.model, dtype=torch.float32)
     as_it_is = greedy(copy, tmp_path / "copy_1", QUESTION, 12)
-    [first, second] = mpu("ask", demo.model, "copy_1", QUESTION, "--scoring max_new_tokens", 12, cwd=tmp_path).out.splitlines()
+    [first, second] = mpu("ask", demo.model, "copy_1", QUESTION, "--max-new-tokens", 12, cwd=tmp_path).out.splitlines()
     assert first.split("\t") == [str(demo.model), greedy(base, demo.model, QUESTION, 12)]
     assert second.split("\t") == ["copy_1", as_it_is]
     state = copy.state_dict()

@@ -46,7 +46,10 @@ class Tune(Command):
         from mpu_cli.training.data import read_dataset
 
         data = read_dataset(self.unlearning, observer)
-        return tune(open_model(self.model, links=False), data, self.unlearning, self, observer)
+        return tune(
+            open_model(self.model, links=False), data, self.unlearning, trials=self.trials, least_lr=self.least_lr,
+            most_lr=self.most_lr, most_epochs=self.most_epochs, max_rise=self.max_rise, observer=observer,
+        )  # fmt: skip
 
     def report(self, outcome: tuple[Trial | None, Sequence[Trial]], observer: Observer) -> Report:
         from mpu_cli.training.unlearn import MIN_FORGET_RISE
