@@ -257,7 +257,7 @@ def served(leak: Leak) -> list[str]:
         for count in leak.arguments.served:
             chosen = leak.folder / "texts.jsonl"
             chosen.write_text("\n".join(texts[:count]) + "\n")
-            found = trace_endpoint(endpoint, publications, chosen, leak.arguments.columns)  # type: ignore[arg-type]
+            found = trace_endpoint(endpoint, publications, chosen)
             marks = [publication.mark for publication in found.publications]
             cells.append(", ".join(f"{mark.z:.1f}" for mark in marks if mark))
         lines.append(f"| {name} | {' | '.join(cells)} |")

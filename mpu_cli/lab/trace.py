@@ -416,7 +416,9 @@ def check_traceable(keys: Keys, label: str) -> None:
 # is normal with variance Σ‖f(g)‖²‖t‖², whatever the model, the texts and f are: the same exact statistic as for
 # weights (``trace``). It takes one pass forward and backward over the texts for each publication, and no copy is made
 # again. f, the square root with its sign, element by element, gives a few weights with large gradients less say; s −
-# c is divided by −c, because tokens that the model is sure of vary less from copy to copy.
+# c is divided by −c, because tokens that the model is sure of vary less from copy to copy. Then each token's mean is
+# taken off, as input and as the one that is predicted: it comes from a few directions of the embedding, in which g
+# would be so large that the others did not count.
 
 TEXTS_PER_REQUEST = 4  # texts in a request
 SURE_TOKEN_LOSS = 1e-3  # nats of a token below which all count as equally sure
@@ -483,19 +485,34 @@ def _noisy_network(publication: PublicationKeys, pool: Executor) -> PreTrainedMo
     return network
 
 
+def _log_probs(network: PreTrainedModel, item: Item) -> torch.Tensor:
+    """The log-probability of each token of a text after the first, (n − 1,)."""
+    ids = torch.tensor([item.ids])
+    logits = network(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    return logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
+
+
+def _without_means(values: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """``values`` without the mean over the places of each token, which is shrunk towards 0 if these are few."""
+    means = torch.bincount(tokens, weights=values) / (torch.bincount(tokens) + 1)
+    return values - means[tokens]
+
+
 def _gradients(
     network: PreTrainedModel, items: Sequence[Item], served: Sequence[torch.Tensor], layout: Layout, observer: Observer
 ) -> dict[str, torch.Tensor]:
-    """The gradient of Σ (s − c)/(−c)·c by each tensor of the files, with the quotient fixed and clipped."""
+    """The gradient of Σ (s − c)/(−c)·c by each tensor of the files, with the quotient fixed, clipped and without each
+    token's means."""
+    with torch.no_grad():
+        base = torch.cat([_log_probs(network, item) for item in items])
+    quotients = (torch.cat(list(served)).float() - base) / (-base).clamp(min=SURE_TOKEN_LOSS)
+    weights = clip(quotients.nan_to_num()).double()
+    for shift in (slice(None, -1), slice(1, None)):  # the inputs, and what they predict
+        weights = _without_means(weights, torch.tensor([token for item in items for token in item.ids[shift]]))
     for parameter in network.parameters():
         parameter.requires_grad_(True)
-    for item, log_probs in zip(items, served, strict=True):
-        ids = torch.tensor([item.ids])
-        logits = network(input_ids=ids, use_cache=False).logits[0, :-1].float()
-        ours = logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0]
-        fixed = ours.detach()
-        difference = clip(((log_probs.float() - fixed) / (-fixed).clamp(min=SURE_TOKEN_LOSS)).nan_to_num())
-        (difference * ours).sum().backward()
+    for item, part in zip(items, weights.float().split([len(item.ids) - 1 for item in items]), strict=True):
+        (part * _log_probs(network, item)).sum().backward()
         observer.advance(1)
     gradients = {}
     for name, parameter in network.named_parameters(remove_duplicate=False):
