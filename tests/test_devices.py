@@ -15,7 +15,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from mpu_cli.measuring.cost import PROCESS
 from mpu_cli.model.device import ACCELERATE, processes_of, tell_accelerate
 from tests.helpers.models import random_model, save, write_records
 from tests.helpers.paths import ROOT
@@ -147,8 +146,8 @@ benchmark = "qa"
 
 @pytest.mark.slow
 def test_memory_and_waiting(mpu: Callable, root: Path) -> None:
-    """What the dry run says a training takes is what it takes, and steps wait for the device a bounded number of times,
-    however deep the model is."""
+    """A training takes no more than the dry run says, and steps wait for the device a bounded number of times, however
+    deep the model is."""
     deep = random_model("qwen2", num_hidden_layers=6, hidden_size=96, intermediate_size=256, vocab_size=160)
     save(deep, root / "deep")
     command = ["unlearn", "deep", *COMMON, "--algo", "npo", "--lr", "1e-3"]
@@ -167,7 +166,7 @@ def test_memory_and_waiting(mpu: Callable, root: Path) -> None:
     ran = run_on_simulated_device(root, command_lines)
     for (name, more), each in zip(variants.items(), ran, strict=False):
         document = mpu(*command, *more, "--out", "unwritten", "--dry-run", "--json", cwd=root).json
-        assert 1 < each["peak"] / (document["memory"] - PROCESS) < 1.25, name
+        assert each["peak"] <= document["memory"], name
     waits = dict(zip(lengths, (each["waits"] for each in ran[-4:]), strict=True))
     of_a_step = {model: (waits[model, 9] - waits[model, 1]) / (8 * 2) for model in ("base", "deep")}
     assert of_a_step["base"] == of_a_step["deep"] <= 12
