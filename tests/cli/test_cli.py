@@ -443,7 +443,7 @@ def test_code_in_a_folder_is_not_run(tmp_path, shell):
         assert not (tmp_path / "owned").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_out_of_memory_takes_fewer_records_at_once_or_says_what_to_lower(tmp_path, shell):
     """An address space limit stands in for a machine with little memory: one that holds some records, and one that does
     not hold the model."""

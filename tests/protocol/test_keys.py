@@ -198,13 +198,6 @@ class TestKeysOfSomebodyElse:
         assert "unknown" in mpu("inspect", "forged.bin", cwd=root).out
         assert "this server" in mpu("inspect", "keys.bin", cwd=root).out
 
-    @pytest.mark.slow
-    def test_a_passphrase_authenticates_itself(self, mpu: Callable, root: Path) -> None:
-        (root / "word").write_text("correct horse\n")
-        mpu("publish", "base", "--copies", 2, "--out", "p", "--keys", "p.bin", "--passphrase-file", "word", cwd=root)
-        checked = mpu("verify", "p/copy_1", "--keys", "p.bin", "--passphrase-file", "word", "--no-logits", cwd=root)
-        assert "right" in checked.out
-
 
 class TestHeaders:
     def test_a_header_that_repeats_its_recipient(self, mpu: Callable, root: Path) -> None:
