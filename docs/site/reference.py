@@ -7,9 +7,7 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
-import typer
-
-from mpu_cli.cli.main import PANELS, app
+from mpu_cli.cli.main import PANELS, application
 from mpu_cli.errors import MpuError
 from mpu_cli.model.family import CHANNELS, EVERY, LAYER_AXES, MODEL_AXES, Family, names_of
 
@@ -37,7 +35,7 @@ def index() -> str:
 
 def command_pages() -> dict[str, str]:
     """A page for each command, by its name, Markdown."""
-    group: Any = typer.main.get_command(app)
+    group = application()
     return {name: "\n".join(_section(name, command)) for name, command in group.commands.items()}
 
 

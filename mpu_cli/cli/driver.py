@@ -20,15 +20,15 @@ ALWAYS = ("--dry-run", "--force", "--json", "--help")  # which help shows of eve
 HELP_ALL = "--help-all"
 
 
-def function_of(command: type[Command]) -> Callable[..., None]:
+def function_of(command: type[Command], *, with_options: bool = True) -> Callable[..., None]:
     """What typer makes a command of: its parameters are the options of ``command``, its docstring is its help."""
-    declarations = declared_options(cast(Any, command))
+    declarations = declared_options(cast(Any, command)) if with_options else {}
     folds = folds_of(declarations)
     parameters = [_parameter(each) for each in declarations.values() if not each.fold]
     parameters += [_folded_parameter(fold, members) for fold, members in folds.items()]
-    if hasattr(command, "preview"):
+    if with_options and hasattr(command, "preview"):
         parameters.append(_switch("dry_run", "--dry-run", command.DRY_RUN))
-    if "as_json" not in declarations:
+    if with_options and "as_json" not in declarations:
         parameters.append(_switch("as_json", "--json", "Print one JSON document instead of paths."))
 
     def call(*, dry_run: bool = False, **values: Any) -> None:

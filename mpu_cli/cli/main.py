@@ -7,6 +7,7 @@ import logging
 import os
 import sys
 import traceback
+from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -62,13 +63,6 @@ try:
 except ImportError:  # before 0.26, typer's errors are click's
     from click import ClickException as TyperException  # type: ignore[assignment]
 
-app = typer.Typer(
-    name="mpu",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
 INTERRUPTED = 130  # what typer itself returns for an interrupt
 SIGNALLED = 128  # exit statuses above this are signals, as in shells
 
@@ -82,10 +76,24 @@ PANELS: dict[str, tuple[type[Command], ...]] = {
     "Advanced": (Invert, CheckFamily),
 }
 COMMANDS = {command.NAME: command for commands in PANELS.values() for command in commands}
-for panel, commands in PANELS.items():
-    for each in commands:
-        example = f"Example: {each.EXAMPLE}" if each.EXAMPLE else None
-        app.command(each.NAME, rich_help_panel=panel, epilog=example)(function_of(each))
+
+
+def application(names: Collection[str] = COMMANDS.keys()) -> Any:
+    """All commands, as click has them. Only those in ``names`` have their options: to declare all of them takes as long
+    as printing help."""
+    app = typer.Typer(
+        name="mpu",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(options)
+    for panel, commands in PANELS.items():
+        for each in commands:
+            example = f"Example: {each.EXAMPLE}" if each.EXAMPLE else None
+            function = function_of(each, with_options=each.NAME in names)
+            app.command(each.NAME, rich_help_panel=panel, epilog=example)(function)
+    return typer.main.get_command(app)
 
 
 def print_version(requested: bool) -> None:
@@ -94,7 +102,6 @@ def print_version(requested: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def options(
     version: Annotated[
         bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=print_version)
@@ -136,13 +143,15 @@ def main(arguments: list[str] | None = None) -> None:
             os.environ[variable] = "1"
     try:
         arguments, file = without_config(arguments)
-        command: Any = typer.main.get_command(app)
+        file = file or os.environ.get(VARIABLE)
+        # Files and variables may set options of any command, and completion (_MPU_COMPLETE) reads them.
+        needs_all = file or any("MPU_" in name for name in os.environ)
+        command = application(COMMANDS.keys() if needs_all else arguments)
         for parsed in command.commands.values():
             parsed.callback = results_alone()(parsed.callback)
         name_variables(command.commands)
         for sentence in unknown_variables(os.environ, command.commands):
             warn(sentence)
-        file = file or os.environ.get(VARIABLE)
         defaults = defaults_from(Path(file), command.commands, COMMANDS) if file else None
         arguments = in_two_levels(command.commands, COMMANDS, arguments)
         status = (

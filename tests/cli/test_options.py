@@ -20,12 +20,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer
 from rich.console import Console
 from rich.progress import Progress
 from safetensors.torch import save_file
 
-from mpu_cli.cli.main import COMMANDS, app
+from mpu_cli.cli.main import COMMANDS, application, main
 from mpu_cli.cli.output import progress_columns
 from mpu_cli.commands.unlearn import Unlearn
 from mpu_cli.files.manifest import DeltaManifest, as_metadata, delta_facts
@@ -63,7 +62,7 @@ def test_choices_are_those_of_the_tables():
 
 def test_each_example_is_a_command_line_of_its_command() -> None:
     """As click reads it: options that exist, with values of their kinds, and all that is required."""
-    group = typer.main.get_command(app)
+    group = application()
     for name, command in COMMANDS.items():
         program, called, *arguments = shlex.split(command.EXAMPLE)
         assert (program, called) == ("mpu", name)
@@ -289,7 +288,7 @@ def test_help_in_two_levels(mpu, command):
     short_help, full_help = mpu(command, "--help").out, mpu(command, "--help-all").out
     assert len(short_help.splitlines()) < len(full_help.splitlines())
     assert f"more options: mpu {command} --help-all" in " ".join(short_help.split())
-    flags = {flag for each in typer.main.get_command(app).commands[command].params for flag in each.opts}
+    flags = {flag for each in application().commands[command].params for flag in each.opts}
     assert set(COMMANDS[command].ESSENTIAL.split()) <= flags
 
 
@@ -355,3 +354,12 @@ def test_times_stay_on_narrow_terminals(width: int) -> None:
     bar.add_task("", total=300, completed=123.0, text="loss 1.234 = forget 0.234 retain 1.000")
     console.print(bar.get_renderable())
     assert re.search(r"unlearn copy_1 .*123.0/300 steps 0:00:00 left -:--:-- loss", text.getvalue())
+
+
+def test_a_shell_completes_options(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """Which are declared only for the command that is called."""
+    for name, value in (("_MPU_COMPLETE", "complete_bash"), ("COMP_WORDS", "mpu publish --kap"), ("COMP_CWORD", "2")):
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        main([])
+    assert capfd.readouterr().out.split() == ["--kappa"]
