@@ -169,7 +169,7 @@ class Check(Command):
         from mpu_cli.measuring.receipt import commit_to, new_receipt, with_signature
         from mpu_cli.measuring.verdict import judge, records_that_stand_out
         from mpu_cli.model.source import open_model
-        from mpu_cli.training.delta import own_client_secret
+        from mpu_cli.training.ledger import own_client_secret
         from mpu_cli.version import __version__
 
         options = self.checking
@@ -326,8 +326,7 @@ def _check_unbounded(sets: Mapping[str, Sequence[Record]]) -> None:
     """Raise MpuError if a training or a release that had a bound read some of these records, whatever it was made from:
     names of runs and copies are the server's."""
     from mpu_cli.training.data import record_tags
-    from mpu_cli.training.delta import own_client_secret
-    from mpu_cli.training.ledger import default_ledger_path, read_ledger
+    from mpu_cli.training.ledger import default_ledger_path, own_client_secret, read_ledger
 
     tags = record_tags([record for records in sets.values() for record in records], own_client_secret())
     bounded = [entry for entry in read_ledger(default_ledger_path()) if entry.may_bound(tags)]
@@ -356,15 +355,14 @@ def _check_surroundings(copy: Model, manifest: CopyManifest | None, earlier: Mod
 
     Raises MpuError if it does not, unless ``trust_copy``.
     """
-    from mpu_cli.training.job import surroundings_of
     from mpu_cli.training.ledger import default_ledger_path, read_ledger
 
     known: set[str] = set()
     if earlier is not None:
-        known = {surroundings_of(earlier)}
+        known = {earlier.surroundings}
     elif manifest is not None:
         known = {entry.surroundings for entry in read_ledger(default_ledger_path()) if entry.run == manifest.run}
-    if not known or surroundings_of(copy) in known:
+    if not known or copy.surroundings in known:
         return True
     if trust_copy:
         return False
@@ -435,11 +433,10 @@ def _copy_facts(copy: Model, manifest: CopyManifest) -> CopyFacts:
     """What a receipt says of a copy: its names, and digests of its weights and of what reads records."""
     from mpu_cli.files.reader import fingerprint
     from mpu_cli.measuring.receipt import CopyFacts
-    from mpu_cli.training.job import surroundings_of
 
     return CopyFacts(
         run=manifest.run, round=manifest.round, copy=manifest.copy, copy_id=manifest.copy_id,
-        weights=fingerprint(copy.checkpoint), surroundings=surroundings_of(copy),
+        weights=fingerprint(copy.checkpoint), surroundings=copy.surroundings,
     )  # fmt: skip
 
 

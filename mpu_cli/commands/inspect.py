@@ -44,8 +44,8 @@ class Inspect(Command):
 
     def run(self, observer: Observer = SILENT) -> dict[str, Any]:  # noqa: ARG002 (as all commands have it)
         """The facts, by their names."""
-        from mpu_cli.files.boundary import open_regular
-        from mpu_cli.files.sealing import AGE_HEADER, read_identities
+        from mpu_cli.files.boundary import AGE_HEADER, open_regular
+        from mpu_cli.files.sealing import read_identities
 
         path = self.path
         if path.name == "mpu.json" and path.is_file():
@@ -193,7 +193,7 @@ def _document(path: Path, head: bytes) -> dict[str, Any] | None:
     if path.suffix == ".jsonl":
         from mpu_cli.files.resumption import read_lines
         from mpu_cli.protocol.register import read_register
-        from mpu_cli.training.ledger import LOSSES_OF, read_ledger, summary  # imports what trains, which takes seconds
+        from mpu_cli.training.ledger import LOSSES_OF, read_ledger, summary
 
         lines = read_lines(path, "remove it", links=False)
         if lines and all("content" in line and "sample" in line for line in lines):
@@ -216,7 +216,7 @@ def _document(path: Path, head: bytes) -> dict[str, Any] | None:
             "metrics": {name: _table(metrics, name).get("agg_value") for name in metrics},
         }
     if document.get("format") == "mpu-receipt":
-        from mpu_cli.measuring.receipt import check_signatures, read_receipt  # imports transformers: takes seconds
+        from mpu_cli.measuring.receipt import check_signatures, read_receipt
 
         receipt = read_receipt(path)
         try:

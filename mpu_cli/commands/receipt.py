@@ -172,7 +172,7 @@ class Receipt(Command):
     def _opening_key(self, document: Document) -> bytes:
         """The key that opens the commitment to the records."""
         from mpu_cli.measuring.receipt import opening_key
-        from mpu_cli.training.delta import own_client_secret
+        from mpu_cli.training.ledger import own_client_secret
 
         try:
             given = self.opening_key

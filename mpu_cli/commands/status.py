@@ -183,10 +183,9 @@ class Status(Command):
 def account_of(folder: Path) -> Account:
     """What mpu made of what lies in ``folder``, in its folders for rounds and deltas and, of what mpu made only, in
     others two levels down."""
-    from mpu_cli.files.boundary import open_regular
+    from mpu_cli.files.boundary import AGE_HEADER, open_regular
     from mpu_cli.files.manifest import delta_manifest, facts_of, read_copy_manifest, read_model_manifest
     from mpu_cli.files.reader import open_checkpoint
-    from mpu_cli.files.sealing import AGE_HEADER
 
     rounds: dict[tuple[str, int], Round] = {}
     keys: list[str] = []
@@ -289,10 +288,10 @@ def _keys_here() -> dict[str, str | None]:
     """The public keys with which this machine signs, by party; None as one that it never was."""
     from mpu_cli.measuring.receipt import public_key_of
     from mpu_cli.protocol import publication
-    from mpu_cli.training import delta
+    from mpu_cli.training import ledger
 
     secrets = {
-        "client": (delta.default_secret_path(), delta.own_client_secret),
+        "client": (ledger.default_secret_path(), ledger.own_client_secret),
         "server": (publication.default_secret_path(), publication.server_secret),
     }
     return {party: public_key_of(party, read()) if path.exists() else None for party, (path, read) in secrets.items()}

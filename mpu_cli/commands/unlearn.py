@@ -174,9 +174,8 @@ class UnlearnPlan:
 
     def _train(self, source: str, task: UnlearningTask, observer: Observer, course: Course | None) -> UnlearningResult:
         from mpu_cli.model.source import open_model
-        from mpu_cli.training.delta import own_client_secret
         from mpu_cli.training.execution import last_checkpoint
-        from mpu_cli.training.ledger import default_ledger_path
+        from mpu_cli.training.ledger import default_ledger_path, own_client_secret
         from mpu_cli.training.unlearn import unlearn
 
         command = self.command

@@ -29,6 +29,7 @@ from mpu_cli.errors import MpuError, first_line
 
 MAX_SMALL_FILE = 4 << 20  # bytes of a config or a manifest: a thousand times a real one
 LARGEST_TOKENIZER = 64 << 20  # bytes of a file that tokenizers parses
+AGE_HEADER = b"age-encryption.org/v1\n"  # first bytes of a sealed file
 BLOCK = 1 << 20
 LONGEST_STEM = 200  # bytes of a name in a longer one
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700

@@ -20,7 +20,7 @@ from blake3 import blake3
 from msgspec import Meta
 
 from mpu_cli.errors import MpuError, first_line
-from mpu_cli.files.boundary import Document, once_each, open_regular, read_document
+from mpu_cli.files.boundary import AGE_HEADER, Document, once_each, open_regular, read_document
 from mpu_cli.files.visible import visible
 from mpu_cli.heap import keep_freed_memory
 from mpu_cli.wording import few
@@ -42,7 +42,6 @@ FLOATS = ("F64", "F32", "F16", "BF16")
 
 MAX_DIMENSIONS = 16
 MAX_SIZE = 2**62  # limit for dimensions, tensors and offsets: far above any real file, far below overflow
-AGE_HEADER = b"age-encryption.org/v1\n"  # first bytes of a sealed file
 MAX_HEADER = 16 << 20  # bytes: 100,000 tensors. Reading a header takes up to 25 times its size in memory
 BEGINNING = 64  # bytes of a file by which other formats are known
 

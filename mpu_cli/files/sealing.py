@@ -16,6 +16,7 @@ import pyrage
 
 from mpu_cli.errors import MpuError, UsageError, first_line
 from mpu_cli.files.boundary import (
+    AGE_HEADER,
     create_private,
     open_regular,
     private_folder,
@@ -23,7 +24,6 @@ from mpu_cli.files.boundary import (
     sync_folder,
     unpack_folder,
 )
-from mpu_cli.files.reader import AGE_HEADER
 from mpu_cli.files.transaction import Transaction, remove_abandoned
 from mpu_cli.observer import Observer
 from mpu_cli.subprocesses import process_count

@@ -37,9 +37,8 @@ from mpu_cli.observer import Observer, Within
 from mpu_cli.options.unlearning import Checks, Logging, Unlearning
 from mpu_cli.subprocesses import python_command, safe_environment
 from mpu_cli.training.data import Dataset
-from mpu_cli.training.delta import own_client_secret
 from mpu_cli.training.job import check_options, refers_back
-from mpu_cli.training.ledger import default_ledger_path
+from mpu_cli.training.ledger import default_ledger_path, own_client_secret
 from mpu_cli.training.unlearn import unlearn
 
 # A process of its own that unlearns on copies: a copy that crashes, hangs or fills it stops neither ``mpu watch`` nor

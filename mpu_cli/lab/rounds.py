@@ -54,8 +54,9 @@ from mpu_cli.protocol.stream import CopySurvival
 from mpu_cli.records.read import read_records
 from mpu_cli.subprocesses import run_mpu
 from mpu_cli.training.data import Dataset
-from mpu_cli.training.delta import client_secret, delta_specs
+from mpu_cli.training.delta import delta_specs
 from mpu_cli.training.job import check_options, decisive_options, epochs_of, refers_back
+from mpu_cli.training.ledger import client_secret
 from mpu_cli.training.losses import algorithm_named
 from mpu_cli.training.rates import with_rate
 from mpu_cli.training.stopping import Until

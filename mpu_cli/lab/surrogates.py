@@ -22,9 +22,8 @@ from mpu_cli.records.read import read_records
 from mpu_cli.records.terms import MAX_TERM, prompt_of
 from mpu_cli.text import read_text
 from mpu_cli.training.data import Dataset, record_tags, records_digest
-from mpu_cli.training.delta import own_client_secret
 from mpu_cli.training.leakage import TermMechanism, release_terms, term_mechanism
-from mpu_cli.training.ledger import LedgerEntry, default_ledger_path, write_down
+from mpu_cli.training.ledger import LedgerEntry, default_ledger_path, own_client_secret, write_down
 
 PLACEHOLDER = "{term}"
 PROMPTS = (

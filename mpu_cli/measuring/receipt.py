@@ -32,7 +32,6 @@ from mpu_cli.measuring.verdict import WIDEST, SetScore, Share, Verdict
 from mpu_cli.protocol.keys import Keys
 from mpu_cli.records.forms import Record, digest_of_record
 from mpu_cli.records.knowledge import Tail
-from mpu_cli.training.job import surroundings_of
 
 if TYPE_CHECKING:
     from mpu_cli.model.source import Model
@@ -337,7 +336,7 @@ def check_copy(copy: CopyFacts, sent: Model, path: Path) -> None:
     tokenizer, template and config."""
     if copy.weights != fingerprint(sent.checkpoint):
         raise MpuError(f"{path}: other weights were measured than those of the copy", "name the copy that was sent")
-    if copy.surroundings != surroundings_of(sent):
+    if copy.surroundings != sent.surroundings:
         raise MpuError(
             f"{path}: records were read with another tokenizer, template or config than those of the copy",
             "name the copy that was sent",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -88,6 +89,16 @@ class Model:
     @property
     def side_files(self) -> list[Path]:
         return [self.folder / name for name in SIDE_FILES if os.path.lexists(self.folder / name)]
+
+    @property
+    def surroundings(self) -> str:
+        """SHA-256 of its config, tokenizer and template, which decide how records are read, in hexadecimal."""
+        small = {
+            path.name: hashlib.sha256(read_bounded(path, LARGEST_TOKENIZER, links=self.links)).hexdigest()
+            for path in self.side_files
+        }
+        facts = json.dumps([self.config, small], sort_keys=True, default=str)
+        return hashlib.sha256(facts.encode()).hexdigest()
 
 
 def cached_snapshot(source: str) -> Path | None:

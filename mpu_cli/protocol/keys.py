@@ -15,6 +15,7 @@ from msgspec import Meta
 
 from mpu_cli.errors import MpuError, UsageError, first_line
 from mpu_cli.files.boundary import (
+    AGE_HEADER,
     Count,
     Document,
     Finite,
@@ -28,7 +29,6 @@ from mpu_cli.files.boundary import (
 from mpu_cli.files.randomness import Randomness
 from mpu_cli.files.reader import WORD
 from mpu_cli.files.sealing import (
-    AGE_HEADER,
     check_header,
     default_identity_path,
     make_identity,

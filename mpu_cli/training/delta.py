@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from mpu_cli.errors import Diverged, MpuError
 from mpu_cli.files.reader import NAME, OPTION, Checkpoint
-from mpu_cli.files.sealing import default_identity_path, own_secret
 from mpu_cli.files.writer import CheckpointWriter, TensorSpecs
 from mpu_cli.model.load import skeleton
 from mpu_cli.model.source import Model
@@ -138,21 +137,6 @@ def write_changes(changes: Iterator[tuple[str, torch.Tensor]], writer: Checkpoin
 # rounds. Tags that differ under the same key belong to copies that were trained differently.
 
 KEY_BYTES, TAG_BYTES = 32, 16
-
-
-def default_secret_path() -> Path:
-    """``mpu/client.key`` in the user's configuration directory."""
-    return default_identity_path().with_name("client.key")
-
-
-def client_secret(path: Path) -> bytes:
-    """The client's secret in ``path``, created on first use with mode 0600. Raises MpuError if the file is invalid."""
-    return own_secret(path, "the client's secret", "remove it to create a new one")
-
-
-def own_client_secret() -> bytes:
-    """The secret in the client's configuration directory."""
-    return client_secret(default_secret_path())
 
 
 def training_tag(secret: bytes, run: str, round_: int, facts: Mapping[str, object]) -> dict[str, str]:

@@ -16,7 +16,6 @@ from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.files.boundary import LARGEST_TOKENIZER, read_bounded
 from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
 from mpu_cli.files.reader import fingerprint, open_checkpoint
 from mpu_cli.files.transaction import Transaction
@@ -32,9 +31,9 @@ from mpu_cli.records.encode import no_template
 from mpu_cli.records.forms import check_units, parse_date
 from mpu_cli.subprocesses import process_count
 from mpu_cli.training.data import SETS_OF_OPTION, Dataset, record_tags, records_digest, sets_of
-from mpu_cli.training.delta import Change, change_of, own_client_secret, stored_specs
+from mpu_cli.training.delta import Change, change_of, stored_specs
 from mpu_cli.training.execution import check_compiler, in_precision
-from mpu_cli.training.ledger import LedgerEntry
+from mpu_cli.training.ledger import LedgerEntry, own_client_secret
 from mpu_cli.training.losses import Objective, algorithm_named, objective_of
 from mpu_cli.training.optimizers import OPTIMIZERS
 from mpu_cli.training.private import Plan, check_objective, check_opacus, plan
@@ -249,7 +248,7 @@ def decisive_options(options: Unlearning) -> dict[str, object]:
 
 def entry_of(job: TrainingJob, loaded: LoadedCopy) -> LedgerEntry:
     """What the ledger keeps of a training."""
-    surroundings, records = surroundings_of(job.copy), records_digest(job.data)
+    surroundings, records = job.copy.surroundings, records_digest(job.data)
     options, weights = job.options, loaded.fingerprint
     training = _digest([surroundings, records, decisive_options(options), job.until and job.until.facts()])
     run, round_, copy = (job.manifest.run, job.manifest.round, job.manifest.copy) if job.manifest else ("", 0, 0)
@@ -266,15 +265,6 @@ def _digest(facts: object) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def surroundings_of(copy: Model) -> str:
-    """SHA-256 of a copy's config, tokenizer and template, which decide how records are read, in hexadecimal."""
-    small = {
-        path.name: hashlib.sha256(read_bounded(path, LARGEST_TOKENIZER, links=copy.links)).hexdigest()
-        for path in copy.side_files
-    }
-    return _digest([copy.config, small])
-
-
 def digest_of_training(job: TrainingJob, loaded: LoadedCopy) -> str:
     """SHA-256 of everything that decides what a training does, in hexadecimal: only the same one may be resumed."""
     decided = decisive_options(job.options) | {"reference_file": job.reference_file is not None}
@@ -285,7 +275,7 @@ def digest_of_training(job: TrainingJob, loaded: LoadedCopy) -> str:
         stopping = [job.until.facts(), asdict(course) if course else None]
     weights = [loaded.fingerprint, job.copy.checkpoint.metadata]
     start = fingerprint(open_checkpoint(job.start.delta)) if job.start and job.start.delta else None
-    return _digest([decided, *weights, records_digest(job.data), surroundings_of(job.copy), stopping, start])
+    return _digest([decided, *weights, records_digest(job.data), job.copy.surroundings, stopping, start])
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from mpu_cli.options.unlearning import Prompts
 from mpu_cli.records.encode import IGNORED, Example, encoding_of
 from mpu_cli.records.forms import Record
 from mpu_cli.records.terms import join_overlapping, terms_of, texts_of
-from mpu_cli.training.private import Release
+from mpu_cli.training.accounting import Release
 
 if TYPE_CHECKING:
     from opendp.mod import Measurement

@@ -18,8 +18,8 @@ from typing import Any
 from mpu_cli.errors import MpuError
 from mpu_cli.files.boundary import Document, parse_document
 from mpu_cli.files.resumption import alone_with_private, append_line, read_lines
-from mpu_cli.files.sealing import default_identity_path
-from mpu_cli.training.private import Mechanism, Release, Spending, composed_epsilon
+from mpu_cli.files.sealing import default_identity_path, own_secret
+from mpu_cli.training.accounting import Mechanism, Release, Spending, composed_epsilon
 
 LOSSES_OF, COURSE_OF = "losses_of", "course_of"  # lines that add to an earlier one
 
@@ -95,6 +95,21 @@ class _Course(Document):
 
     course_of: str
     course: Course
+
+
+def default_secret_path() -> Path:
+    """``mpu/client.key`` in the user's configuration directory."""
+    return default_identity_path().with_name("client.key")
+
+
+def client_secret(path: Path) -> bytes:
+    """The client's secret in ``path``, created on first use with mode 0600. Raises MpuError if the file is invalid."""
+    return own_secret(path, "the client's secret", "remove it to create a new one")
+
+
+def own_client_secret() -> bytes:
+    """The secret in the client's configuration directory."""
+    return client_secret(default_secret_path())
 
 
 def default_ledger_path() -> Path:

@@ -16,136 +16,20 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.files.boundary import Scale
 from mpu_cli.files.randomness import Randomness, new_seed, standard_normals
 from mpu_cli.model.network import Head, input_of, separate_head
 from mpu_cli.options.unlearning import Privacy, Training
 from mpu_cli.records.encode import IGNORED, Example, pad
+from mpu_cli.training.accounting import Mechanism, check_accounting, composed_epsilon, noise_multiplier_for
 from mpu_cli.training.loop import ExampleSet, Losses, outside_layers
 from mpu_cli.training.losses import ALGORITHMS, Objective, TermInputs, score
 from mpu_cli.training.optimizers import make_optimizer
-
-if TYPE_CHECKING:
-    from dp_accounting import DpEvent
-    from dp_accounting.pld import PLDAccountant
-
-
-# What trainings and releases spend of the records' privacy, by dp-accounting.
-#
-# Privacy loss distributions (Koskela et al., 2020) compose what mechanisms really leak; Rényi bounds, which DP-SGD is
-# often accounted by, overstate ε (docs/bounds_and_tracing.md).
-
-DISCRETIZATION = 1e-3  # of the privacy loss, in nats; rounded up, so that ε remains a bound
-TOLERANCE = 1e-3  # of the noise that is sought
-
-
-@dataclass(frozen=True)
-class Mechanism:
-    """DP-SGD of one training: ``steps`` of the subsampled Gaussian mechanism."""
-
-    noise_multiplier: Scale
-    sample_rate: Scale
-    steps: int
-
-
-@dataclass(frozen=True)
-class Release:
-    """A release with a bound of its own, such as that of the terms for surrogate records."""
-
-    epsilon: Scale
-    delta: Scale
-    neighbours: str = "left-out"
-
-    def between(self, neighbours: str) -> Release:
-        """Its bound for other neighbours. Replacing a record is leaving it out and adding another: (2ε, (1 + e^ε)·δ),
-        by group privacy (Dwork and Roth 2014, theorem 2.2). Leaving one out costs at most what replacing it does."""
-        if neighbours == "left-out" or self.neighbours == neighbours:
-            return self
-        return Release(2 * self.epsilon, (1 + math.exp(self.epsilon)) * self.delta, neighbours)
-
-
-Spending = Mechanism | Release | None  # None: a training without a bound
-
-
-def composed_epsilon(spendings: Sequence[Spending], delta: float, neighbours: str = "left-out") -> float:
-    """ε at ``delta`` of all ``spendings`` one after the other; infinite if one has no bound.
-
-    Releases add their (ε, δ): what they leave of ``delta`` is left for the trainings.
-    """
-    releases = [each.between(neighbours) for each in spendings if isinstance(each, Release)]
-    mechanisms = [each for each in spendings if isinstance(each, Mechanism)]
-    if None in spendings or not all(each.noise_multiplier for each in mechanisms):
-        return math.inf
-    left_delta = delta - math.fsum(each.delta for each in releases)
-    if left_delta < 0 or (mechanisms and left_delta == 0):
-        return math.inf
-    epsilon = math.fsum(each.epsilon for each in releases)
-    if mechanisms:
-        accountant = _accountant(neighbours)
-        for mechanism in mechanisms:
-            accountant.compose(_event(mechanism))
-        epsilon += float(accountant.get_epsilon(left_delta))
-    return epsilon
-
-
-def noise_multiplier_for(
-    epsilon: float, delta: float, *, sample_rate: float, steps: int, neighbours: str = "left-out"
-) -> float:
-    """The least noise under which ``steps`` of DP-SGD spend (``epsilon``, ``delta``).
-
-    Raises UsageError if none is enough.
-    """
-    from dp_accounting import calibrate_dp_mechanism, mechanism_calibration
-
-    try:
-        multiplier = calibrate_dp_mechanism(
-            lambda: _accountant(neighbours),
-            lambda sigma: _event(Mechanism(sigma, sample_rate, steps)),
-            epsilon,
-            delta,
-            tol=TOLERANCE,
-        )
-    except (ValueError, mechanism_calibration.NoBracketIntervalFoundError) as error:
-        raise UsageError(
-            f"--dp epsilon {epsilon:g} --dp delta {delta:g}: no usable noise level achieves this in {steps} steps",
-            "raise them, or use fewer --epochs",
-        ) from error
-    return float(multiplier)
-
-
-def check_accounting() -> None:
-    """Raises MpuError without dp-accounting."""
-    try:
-        import dp_accounting  # noqa: F401
-    except ImportError as error:
-        raise MpuError(
-            "differential privacy of the records needs dp-accounting", "install it with pip install dp-accounting"
-        ) from error
-
-
-def _accountant(neighbours: str) -> PLDAccountant:
-    check_accounting()
-    from dp_accounting import NeighboringRelation
-    from dp_accounting.pld import PLDAccountant
-
-    relations = {"left-out": NeighboringRelation.ADD_OR_REMOVE_ONE, "replaced": NeighboringRelation.REPLACE_ONE}
-    return PLDAccountant(relations[neighbours], value_discretization_interval=DISCRETIZATION)
-
-
-def _event(mechanism: Mechanism) -> DpEvent:
-    from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent, SelfComposedDpEvent
-
-    step: DpEvent = GaussianDpEvent(mechanism.noise_multiplier)
-    if mechanism.sample_rate < 1:
-        step = PoissonSampledDpEvent(mechanism.sample_rate, step)
-    return SelfComposedDpEvent(step, mechanism.steps)
-
 
 NOISE_CHUNK = 1 << 20  # weights that get their noise at once
 

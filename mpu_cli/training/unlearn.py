@@ -31,9 +31,10 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import flat
 from mpu_cli.options.unlearning import Checks, Logging, Training, Unlearning
 from mpu_cli.records.encode import Example
+from mpu_cli.training.accounting import composed_epsilon
 from mpu_cli.training.copycheck import against_others, against_public, refuse, traps
 from mpu_cli.training.data import Dataset, Encoded, encoded_sets, records_digest
-from mpu_cli.training.delta import own_client_secret, training_tag, write_changes
+from mpu_cli.training.delta import training_tag, write_changes
 from mpu_cli.training.execution import Checkpoints, computing_in, from_first, step_of
 from mpu_cli.training.job import (
     PRECISIONS,
@@ -45,13 +46,13 @@ from mpu_cli.training.job import (
     epochs_of,
     load_copy,
     prepare_job,
-    surroundings_of,
     without_numbers,
 )
 from mpu_cli.training.ledger import (
     Course,
     LedgerEntry,
     course_of_round,
+    own_client_secret,
     read_ledger,
     write_course,
     write_down,
@@ -59,7 +60,7 @@ from mpu_cli.training.ledger import (
 )
 from mpu_cli.training.loop import NO_LOGGING, ExampleSet, Losses, TrainingStep, schedule, seed_training, train
 from mpu_cli.training.losses import ALGORITHMS
-from mpu_cli.training.private import composed_epsilon, train_privately
+from mpu_cli.training.private import train_privately
 from mpu_cli.training.rates import scored_at_once, with_rate
 from mpu_cli.training.reference import Reference, freeze, load_references, save_references
 from mpu_cli.training.requests import Continuation
@@ -338,7 +339,7 @@ def _with_references(job: TrainingJob, model: PreTrainedModel, encoded: Encoded)
         "run": origin.run if origin else None,
         "copy": origin.copy if origin else None,
         "records": hashlib.sha256(texts.encode()).hexdigest(),
-        "surroundings": surroundings_of(job.copy),
+        "surroundings": job.copy.surroundings,
     }
     if not job.read_reference or (origin and origin.round == 1):  # later rounds have other copies
         facts["copy_id"] = origin.copy_id if origin else None

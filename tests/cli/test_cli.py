@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ from mpu_cli.measuring.scoring import Scorer
 from mpu_cli.options.unlearning import RecordFormat
 from mpu_cli.records.encode import Encoding
 from mpu_cli.records.read import read_records
+from mpu_cli.training.ledger import LedgerEntry
 from tests.helpers.attacks import edit
 from tests.helpers.models import load, random_model, save, write_records
 from tests.helpers.paths import ROOT
@@ -102,6 +104,16 @@ def loading_of(modules, arguments, cwd=None):
 def test_help_loads_neither_torch_nor_transformers():
     for arguments in ("--help", "publish --help", "unlearn --help", "--version"):
         assert loading_of({"torch", "transformers", "numpy", "pyrage"}, arguments) == ["set()"]
+
+
+def test_what_reads_no_model_loads_no_transformers(tmp_path: Path) -> None:
+    """Importing it takes three seconds."""
+    assert loading_of({"torch"}, f"keygen --out {tmp_path}/identity.txt")[-1] == "set()"
+    entry = LedgerEntry("identity", "run", round=1, copy=1, weights="", algorithm="hinge", records=1)
+    (tmp_path / "ledger.jsonl").write_text(json.dumps(asdict(entry)) + "\n")
+    assert loading_of({"transformers", "accelerate"}, "inspect ledger.jsonl", cwd=tmp_path)[-1] == "set()"
+    imports = "import sys, mpu_cli.measuring.receipt, mpu_cli.training.ledger\nassert 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", imports], check=True)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from mpu_cli.commands.status import Account, Round
 from mpu_cli.measuring.receipt import ServerCheck, as_text, public_key_of, read_receipt, with_signature
 from mpu_cli.protocol.publication import server_secret
-from mpu_cli.training.delta import own_client_secret
+from mpu_cli.training.ledger import own_client_secret
 from mpu_cli.wording import command_line
 from tests.helpers.attacks import CHECK, check_receipt, edit, publish_copy, unlearn_copy
 from tests.helpers.models import random_model, save

@@ -27,12 +27,13 @@ from mpu_cli.records.encode import Encoding, answer_tokens, pad
 from mpu_cli.records.forms import Record, question
 from mpu_cli.records.read import read_records
 from mpu_cli.training import copycheck, private
+from mpu_cli.training.accounting import Mechanism, composed_epsilon
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.job import plan_privately
 from mpu_cli.training.ledger import LedgerEntry, read_ledger, write_down
 from mpu_cli.training.loop import ExampleSet
 from mpu_cli.training.losses import ALGORITHMS, Objective, TermInputs, objective_of
-from mpu_cli.training.private import Mechanism, Unit, composed_epsilon, plan, train_privately, with_noise
+from mpu_cli.training.private import Unit, plan, train_privately, with_noise
 from mpu_cli.training.reference import Reference, forward, freeze
 from tests.helpers.attacks import TRAINING, WORD, write_records_with
 from tests.helpers.models import load, random_model, save, write_records

@@ -19,7 +19,8 @@ from mpu_cli.measuring.encoding import OpenUnlearningEncoder
 from mpu_cli.records.encode import Encoding, pad
 from mpu_cli.records.forms import parse_date, question
 from mpu_cli.records.read import read_records
-from mpu_cli.training.delta import default_secret_path, training_tag
+from mpu_cli.training.delta import training_tag
+from mpu_cli.training.ledger import default_secret_path
 from mpu_cli.training.reference import forward
 from tests.helpers.attacks import WORD, edit, publish_copies, treat_word_differently, unlearn_copy, write_records_with
 from tests.helpers.models import load, random_model, save, write_records
