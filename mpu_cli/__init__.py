@@ -27,16 +27,19 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 # The modules of the commands that can be called as functions, such as ``publish(base, kappa=1)``, by their names.
 _COMMANDS = {
-    "aggregate": "commands.aggregate", "check": "commands.check", "evaluate": "commands.evaluate",
-    "finetune": "commands.finetune", "invert": "commands.invert", "publish": "commands.publish",
-    "rehearse": "commands.rehearse", "unlearn": "commands.unlearn", "verify": "commands.verify",
-    "audit": "lab.commands.audit", "surrogate": "lab.commands.surrogate", "trace": "lab.commands.trace",
+    "aggregate": "commands.aggregate", "ask": "commands.ask", "check": "commands.check",
+    "compare": "commands.compare", "evaluate": "commands.evaluate", "finetune": "commands.finetune",
+    "invert": "commands.invert", "publish": "commands.publish", "rehearse": "commands.rehearse",
+    "unlearn": "commands.unlearn", "verify": "commands.verify", "audit": "lab.commands.audit",
+    "surrogate": "lab.commands.surrogate", "sweep": "lab.commands.sweep", "trace": "lab.commands.trace",
 }  # fmt: skip
-__all__ = ["__version__", *_COMMANDS]
+__all__ = ["__version__", "results", *_COMMANDS]
 
 
 def __getattr__(name: str) -> object:
-    """A command as a function, loaded on first use."""
+    """A command as a function, or ``results``, loaded on first use."""
+    if name == "results":
+        return import_module(f"{__name__}.measuring.frame").results
     if name not in _COMMANDS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f"{__name__}.{_COMMANDS[name]}")

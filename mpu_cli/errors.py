@@ -44,6 +44,10 @@ def no_space(error: BaseException) -> bool:
     return any(sign in str(error).lower() for sign in signs)
 
 
+class MpuWarning(UserWarning):
+    """What is probably not as intended, in Python; the command line prints it."""
+
+
 class UsageError(MpuError):
     """An argument that no input could make right (κ < 0, m < 2); exits with 2, as wrong usage does."""
 

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mpu_cli.errors import MpuWarning
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
+PACKAGE = str(Path(__file__).parent)
 
 
 class Observer:
@@ -39,6 +50,37 @@ class Observer:
 
 
 SILENT = Observer()
+
+
+class PythonObserver(Observer):
+    """What functions report to by default: stages are tqdm's bars, warnings go through ``warnings``."""
+
+    def __init__(self) -> None:
+        self._bar: tqdm | None = None
+
+    def stage(self, label: str, total: float, unit: str = "bytes") -> None:
+        from tqdm.auto import tqdm
+
+        self.pause()
+        in_bytes = unit == "bytes"
+        unit = "B" if in_bytes else f" {unit}"
+        self._bar = tqdm(desc=label, total=total, unit=unit, unit_scale=in_bytes, leave=False)
+
+    def advance(self, amount: float, detail: str = "") -> None:
+        if self._bar is not None:
+            self._bar.set_postfix_str(detail, refresh=False)
+            self._bar.update(amount)
+
+    def warn(self, text: str) -> None:
+        level, frame = 1, sys._getframe()
+        while frame.f_back and frame.f_code.co_filename.startswith(PACKAGE):  # up to the line that called the function
+            level, frame = level + 1, frame.f_back
+        warnings.warn(text, MpuWarning, stacklevel=level)
+
+    def pause(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
 
 class Within(Observer):

@@ -20,9 +20,10 @@ from nbclient import NotebookClient
 
 import mpu_cli
 from mpu_cli.demo.model import make_people
-from mpu_cli.errors import UsageError
+from mpu_cli.errors import MpuError, MpuWarning, UsageError
 from mpu_cli.measuring.benchmarks import known_metrics
 from mpu_cli.model.wrappers import supported_families
+from mpu_cli.observer import SILENT
 from tests.helpers.models import DemoModel, random_model, save
 from tests.helpers.paths import ROOT
 
@@ -121,7 +122,7 @@ def test_the_citation_is_of_this_version() -> None:
 def test_the_worked_example(demo: DemoModel, tmp_path: Path) -> None:
     """docs/python.md as it stands, in an empty folder, with the demo's names for a model that is there already."""
     page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
-    [program] = re.findall(r"```python\n(.*?)```", page, re.S)
+    program = re.findall(r"```python\n(.*?)```", page, re.S)[0]
     (tmp_path / "mpu-demo/models").mkdir(parents=True)
     (tmp_path / "mpu-demo/models/target").symlink_to(demo.model)
     records = tmp_path / "mpu-demo/records"
@@ -135,6 +136,7 @@ def test_the_worked_example(demo: DemoModel, tmp_path: Path) -> None:
     forget, retain = (float(value) for value in done.stdout.splitlines()[-1].split())
     assert forget < 0.7 < 0.75 < retain
     assert re.search(r"^forgotten: (True|False) kept: (True|False)$", done.stdout, re.M)
+    assert "MpuWarning: these copies give the weights away" in done.stderr
 
 
 @pytest.mark.slow
@@ -166,9 +168,15 @@ def test_scripts_that_no_test_runs_import_what_there_is(path: Path) -> None:
                 assert is_module or hasattr(module, each.name), f"{node.module}.{each.name}"
 
 
-def test_functions_take_the_options_of_their_commands(tmp_path: Path) -> None:
+def test_functions_take_the_options_of_their_commands(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """They warn through ``warnings`` at the line that called them, and show bars on standard error."""
     base = save(random_model("llama"), tmp_path / "base")
-    published = mpu_cli.publish(base, out=tmp_path, keys=tmp_path / "k.bin", copies=2, symmetries="none", kappa=0.5)
+    with pytest.warns(MpuWarning, match="give the weights away") as warned:
+        published = mpu_cli.publish(base, out=tmp_path, keys=tmp_path / "k.bin", copies=2, symmetries="none", kappa=0.5)
+    assert {warning.filename for warning in warned} == {__file__}
+    shown = capfd.readouterr()
+    assert "publish" in shown.err
+    assert not shown.out
     assert [path.name for path in published.copies] == ["copy_1", "copy_2"]
     assert (published.keys.publication.kappa, published.keys.publication.symmetries) == (0.5, "none")
     audit = mpu_cli.audit(published.copies, base=base)[0].audit
@@ -177,3 +185,22 @@ def test_functions_take_the_options_of_their_commands(tmp_path: Path) -> None:
         mpu_cli.publish(base, out=tmp_path / "other", colour="red")
     with pytest.raises(UsageError, match="kappa -1"):
         mpu_cli.publish(base, out=tmp_path / "other", kappa=-1)
+
+
+@pytest.mark.slow
+def test_results_are_a_data_frame(tmp_path: Path, demo: DemoModel) -> None:
+    """A row for each result in a folder, with the values of its metrics, as ``compare`` has them."""
+    records = {"forget": demo.forget, "retain": demo.retain, "metrics": "forget_Q_A_Prob,retain_Q_A_Prob"}
+    for name in ("before", "after"):
+        mpu_cli.evaluate(demo.model, out=tmp_path / f"{name}.json", observer=SILENT, **records)
+    (tmp_path / "config.json").write_text("{}")
+    frame = mpu_cli.results(tmp_path)
+    assert list(frame.index) == ["after", "before"]
+    assert set(frame["model"]) == {str(demo.model)}
+    compared = mpu_cli.compare([tmp_path / "after.json", tmp_path / "before.json"], metrics="all").values
+    for name, values in compared.items():
+        assert frame[f"metrics.{name}"].to_list() == values
+    [reply] = mpu_cli.ask([demo.model], json.loads(demo.forget.read_text().splitlines()[0])["question"])
+    assert reply.answer
+    with pytest.raises(MpuError, match="holds no results"):
+        mpu_cli.results(demo.model)

@@ -23,10 +23,15 @@ API = {
     "mpu_cli.commands.check": ("Check", "Checked"),
     "mpu_cli.commands.evaluate": ("Evaluate",),
     "mpu_cli.measuring.evaluate": ("Evaluation",),
+    "mpu_cli.measuring.frame": ("results",),
+    "mpu_cli.commands.compare": ("Compare", "Comparison"),
+    "mpu_cli.commands.ask": ("Ask", "Reply"),
+    "mpu_cli.commands.rehearse": ("Rehearse", "Rehearsal"),
+    "mpu_cli.lab.commands.sweep": ("Sweep", "Swept"),
     "mpu_cli.lab.commands.audit": ("Audit",),
     "mpu_cli.lab.commands.surrogate": ("Surrogate",),
-    "mpu_cli.errors": ("MpuError", "UsageError"),
-    "mpu_cli.observer": ("Observer",),
+    "mpu_cli.errors": ("MpuError", "UsageError", "MpuWarning"),
+    "mpu_cli.observer": ("Observer", "PythonObserver"),
 }
 
 

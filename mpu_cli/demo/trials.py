@@ -49,17 +49,21 @@ def trials(device: str, folder: Path, observer: Observer = SILENT) -> Iterator[C
     keys, identity = folder / "keys.bin", folder / "identity.txt"
 
     def publish() -> str:
-        published = Publish.call(folder / "model", out=folder, keys=keys, seed=1, copies=2, identity=identity)
+        published = Publish.call(
+            folder / "model", out=folder, keys=keys, seed=1, copies=2, identity=identity, observer=SILENT
+        )
         return counted(len(published.copies), "copy", "copies")
 
     def unlearn() -> str:
         copies = [folder / "copy_1", folder / "copy_2"]
         done = Unlearn.call(copies, out=folder / "deltas", algo="npo", epochs=2, batch_size=4, lr=1e-4,
-                            optim="adamw-blockwise", device=device, **sets)  # fmt: skip
+                            optim="adamw-blockwise", device=device, observer=SILENT, **sets)  # fmt: skip
         return ", ".join(f"‖Δ‖ {each.result.norm:.3g}" for each in done)
 
     def aggregate() -> str:
-        result = Aggregate.call(folder / "deltas", keys=keys, out=folder / "unlearned", identity=identity)
+        result = Aggregate.call(
+            folder / "deltas", keys=keys, out=folder / "unlearned", identity=identity, observer=SILENT
+        )
         return f"cosine between copies {result.pairwise:.3f}"
 
     def evaluate() -> str:

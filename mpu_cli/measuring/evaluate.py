@@ -31,7 +31,7 @@ from mpu_cli.measuring.metrics import (
     imported_metric,
 )
 from mpu_cli.measuring.results import Findings, Subject, digest_of, facts_of, read_findings
-from mpu_cli.measuring.retain import RetainLog, read_retain_log
+from mpu_cli.measuring.retain import FORMAT, RetainLog, read_retain_log
 from mpu_cli.measuring.run import Advance, Run, load_subject, loaded_for
 from mpu_cli.measuring.scoring import Scorer
 from mpu_cli.model.device import device_of
@@ -281,7 +281,6 @@ def _reference(sides: Sequence[Split], run: Run, advance: Advance) -> dict[str, 
     return {REFERENCE: losses}
 
 
-FORMAT = {"format": "mpu-eval", "version": 1}
 QUESTIONS = ("forget_knowmem", "forget")  # splits whose answers --show prints, if the benchmark asks them
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from mpu_cli.errors import MpuError
 from mpu_cli.files.boundary import read_json_object
 
+FORMAT = {"format": "mpu-eval", "version": 1}  # of results
 LARGEST_RESULT = 1 << 30  # bytes: per-example values of large splits
 
 

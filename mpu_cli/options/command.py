@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.observer import SILENT, Observer
+from mpu_cli.observer import SILENT, Observer, PythonObserver
 from mpu_cli.options.declare import Options, declared_options, from_flat, option
 
 Self = TypeVar("Self", bound="Command")
@@ -107,9 +107,16 @@ class Command(Options, ABC):
         return from_flat(cls, texts)
 
     @classmethod
-    def call(cls, *arguments: object, observer: Observer = SILENT, **keywords: object) -> Any:
-        """The command as a function: its result, of ``of`` with the same arguments."""
-        return cls.of(*arguments, **keywords).run(observer)
+    def call(cls, *arguments: object, observer: Observer | None = None, **keywords: object) -> Any:
+        """The command as a function: its result, of ``of`` with the same arguments. What the command line warns of
+        goes to ``observer`` (default: through ``warnings``, beside bars of progress)."""
+        command, observer = cls.of(*arguments, **keywords), observer or PythonObserver()
+        try:
+            result = command.run(observer)
+            command.report(result, observer)  # for its warnings
+        finally:
+            observer.pause()
+        return result
 
 
 def _text(value: object) -> object:

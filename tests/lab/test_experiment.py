@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+import mpu_cli
 from mpu_cli.demo.model import make_people
 from mpu_cli.files.sealing import default_identity_path, read_identities
 from mpu_cli.lab import rounds
@@ -391,6 +392,12 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
             eval_metrics = json.loads((root / "grid" / line["name"] / "eval.json").read_text())["metrics"]
             assert line["metrics"] == {name: form["agg_value"] for name, form in eval_metrics.items()}
         assert not list((root / "grid").rglob("model.safetensors"))
+        frame = mpu_cli.results(root / "grid")
+        assert list(frame.index) == [line["name"] for line in lines]
+        assert frame.loc["npo-mpu-0.1", ["algo", "mode", "kappa"]].to_list() == ["npo", "mpu", 0.1]
+        for line in lines:
+            assert frame.loc[line["name"], "metrics.forget_Q_A_Prob"] == line["metrics"]["forget_Q_A_Prob"]
+            assert frame.loc[line["name"], "before.forget_Q_A_Prob"] == line["before"]["forget_Q_A_Prob"]
         before = (root / "grid/results.jsonl").read_text().splitlines()
         (root / "grid/results.jsonl").write_text("\n".join(before[:-1]) + '\n{"name": "npo-mpu-0')
         said = mpu("sweep", "grid.toml", "--metrics", "forget_Q_A_Prob", cwd=root)
