@@ -68,7 +68,7 @@ def trials(device: str, folder: Path, observer: Observer = SILENT) -> Iterator[C
 
     def evaluate() -> str:
         result = Evaluate.call(folder / "unlearned", out=folder / "eval.json", benchmark="qa", device=device,
-                               metrics=("forget_Q_A_Prob", "forget_Q_A_ROUGE"), **sets)  # fmt: skip
+                               metrics=("forget_Q_A_Prob", "forget_Q_A_ROUGE"), observer=SILENT, **sets)  # fmt: skip
         return f"forget_Q_A_Prob {result.forms['forget_Q_A_Prob']['agg_value']:.3g}"
 
     for step in (publish, unlearn, aggregate, evaluate):

@@ -132,16 +132,16 @@ class ThroughRay:
     """
 
     def __init__(self, parameters: Mapping[str, object]):
+        try:
+            import ray
+        except ImportError as error:
+            raise MpuError("--launcher ray: is not installed", "pip install ray") from error
         address = os.environ.get("RAY_ADDRESS", "")
         if address in ("", "auto"):
             # Ray would join whatever cluster it finds on this machine, also another user's, and unpickle its results.
             raise UsageError(
                 "--launcher ray: RAY_ADDRESS does not name a cluster", "use the address that `ray start --head` printed"
             )
-        try:
-            import ray
-        except ImportError as error:
-            raise MpuError("--launcher ray: is not installed", "pip install ray") from error
         host, _, port = address.partition(":")
         current_folder = os.getcwd()
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import signal
@@ -13,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -356,7 +358,7 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
     ) -> None:
         (root / "grid.toml").write_text(self.GRID)
         monkeypatch.setitem(sys.modules, "ray", None)
-        monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
         mpu(
             "sweep", "grid.toml", "--launcher", "ray", "--dry-run", refused="--launcher ray: is not installed", cwd=root
         )
@@ -494,12 +496,27 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         assert wrong.is_one_error
         assert mpu(*options, "--launcher-options", parameters, cwd=root, check=False).is_one_error
 
+    @pytest.mark.slow
+    def test_a_loss_of_ones_own_reaches_jobs(self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """By PYTHONPATH; the result is the built-in term's."""
+        (root / "own").mkdir()
+        (root / "own/losses.py").write_text(
+            "def climb(forget, _, constants):\n    return -forget.scores.cross_entropy\n"
+        )
+        (root / "grid.toml").write_text(self.GRID)
+        monkeypatch.syspath_prepend(root / "own")  # this process's own, which has started already
+        monkeypatch.setenv("PYTHONPATH", str(root / "own"), prepend=os.pathsep)
+        one = ("sweep", "grid.toml", "--set", "mode=clean", "--set", "lr=1e-3", "--launcher", "submitit", "--json")
+        [own] = mpu(*one, "--set", "algo=losses:climb", "--out", "own_loss", cwd=root).json
+        [built_in] = mpu(*one, "--set", "algo=graddiff", "--out", "built_in", cwd=root).json
+        assert own["metrics"] == built_in["metrics"] != own["before"]
+
     @pytest.mark.parametrize("address", [None, "", "auto"])
     def test_a_ray_cluster_has_to_be_named(
         self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch, address: str | None
     ) -> None:
         """Ray by itself joins one that it finds on this machine, whoever runs it, and unpickles what that returns."""
-        monkeypatch.setitem(sys.modules, "ray", None)  # not even imported
+        monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))  # nothing of it is called
         monkeypatch.delenv("RAY_ADDRESS", raising=False)
         if address is not None:
             monkeypatch.setenv("RAY_ADDRESS", address)
