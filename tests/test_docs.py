@@ -24,6 +24,7 @@ from mpu_cli.errors import MpuError, MpuWarning, UsageError
 from mpu_cli.measuring.benchmarks import known_metrics
 from mpu_cli.model.wrappers import supported_families
 from mpu_cli.observer import SILENT
+from mpu_cli.options.declare import declared_options
 from tests.helpers.models import DemoModel, random_model, save
 from tests.helpers.paths import ROOT
 
@@ -73,6 +74,39 @@ def test_links_lead_somewhere(page: str) -> None:
             headings = re.findall(r"^#+ (.*)$", target_path.read_text(encoding="utf-8"), re.M)
             slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor[1:] in slugs, f"{target}{anchor}"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.stem)
+def test_code_fits_the_column_of_the_site(path: Path) -> None:
+    if path.stem != "tutorial":
+        blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", path.read_text(encoding="utf-8"), re.M | re.S)
+        assert not [line for block in blocks for line in block.splitlines() if len(line) > REFERENCE.CODE_WIDTH]
+
+
+def test_commands_have_pages_with_each_option_once() -> None:
+    """Under its group, as help has it."""
+    for name, page in REFERENCE.command_pages().items():
+        rows = re.findall(r"^\| `(--[\w-]+)`", page, re.M)
+        assert len(rows) == len(set(rows)), name
+        assert not re.search(r"^## (.*)\n(?:.*\n)*## \1$", page, re.M), name
+    assert "## LoRA" in REFERENCE.command_pages()["unlearn"]
+
+
+def test_functions_have_their_signatures() -> None:
+    """As Python reads them; every keyword is one that the function takes."""
+    page = REFERENCE.functions()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    assert len(blocks) == len(mpu_cli.__all__) - 1
+    for block in blocks:
+        [function] = ast.parse(f"def {block.strip()}: ...").body
+        assert isinstance(function, ast.FunctionDef)
+        command = getattr(mpu_cli, function.name).__self__
+        names = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
+        assert len(names) == 1 + len(declared_options(command))
+        for name in set(names) - {"observer"}:
+            with pytest.raises(UsageError) as caught:
+                command.of(**{name: object()})
+            assert "unknown option" not in str(caught.value)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ says: commands, families, metrics, Python functions, error messages."""
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,24 +16,30 @@ sys.path.insert(0, str(Path(__file__).parent))
 import reference  # noqa: E402
 from links import AT_ROOT  # noqa: E402
 
-API = {
-    "mpu_cli.commands.publish": ("Publish",),
-    "mpu_cli.commands.unlearn": ("Unlearn", "Unlearned"),
-    "mpu_cli.commands.invert": ("Invert",),
-    "mpu_cli.commands.aggregate": ("Aggregate",),
-    "mpu_cli.commands.check": ("Check", "Checked"),
-    "mpu_cli.commands.evaluate": ("Evaluate",),
-    "mpu_cli.measuring.evaluate": ("Evaluation",),
-    "mpu_cli.measuring.frame": ("results",),
-    "mpu_cli.commands.compare": ("Compare", "Comparison"),
-    "mpu_cli.commands.ask": ("Ask", "Reply"),
-    "mpu_cli.commands.rehearse": ("Rehearse", "Rehearsal"),
-    "mpu_cli.lab.commands.sweep": ("Sweep", "Swept"),
-    "mpu_cli.lab.commands.audit": ("Audit",),
-    "mpu_cli.lab.commands.surrogate": ("Surrogate",),
-    "mpu_cli.errors": ("MpuError", "UsageError", "MpuWarning"),
-    "mpu_cli.observer": ("Observer", "PythonObserver"),
-}
+RESULTS = (
+    "mpu_cli.protocol.review.Reviewed",
+    "mpu_cli.commands.unlearn.Unlearned",
+    "mpu_cli.protocol.round.Aggregation",
+    "mpu_cli.commands.check.Checked",
+    "mpu_cli.measuring.evaluate.Evaluation",
+    "mpu_cli.measuring.frame.results",
+    "mpu_cli.commands.compare.Comparison",
+    "mpu_cli.commands.ask.Reply",
+    "mpu_cli.commands.rehearse.Rehearsal",
+    "mpu_cli.lab.commands.sweep.Swept",
+    "mpu_cli.errors.MpuError",
+    "mpu_cli.errors.UsageError",
+    "mpu_cli.errors.MpuWarning",
+    "mpu_cli.observer.Observer",
+    "mpu_cli.observer.PythonObserver",
+)
+FIXED = 20  # letters that an error has at least, beside what differs from case to case
+PARTS = {  # packages of the program, by what they are for
+    "cli": "The command line", "options": "The command line", "commands": "Commands", "demo": "The demonstration",
+    "lab": "Experiments, audits, traces, surrogates", "flower": "Rounds over Flower",
+    "measuring": "Measuring and checks", "protocol": "Publishing and aggregating", "training": "Training",
+    "model": "Models", "records": "Records", "files": "Files and secrets",
+}  # fmt: skip
 
 
 def template(node: ast.expr) -> str | None:
@@ -47,15 +54,16 @@ def template(node: ast.expr) -> str | None:
     return None
 
 
-def errors() -> Iterator[tuple[str, str]]:
-    """Every error whose text stands where it is raised, with its hint; others are put together elsewhere."""
+def errors() -> Iterator[tuple[str, str, str]]:
+    """Every error whose text stands where it is raised: the part of the program, the error, its hint."""
     for path in sorted((ROOT / "mpu_cli").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("MpuError", "UsageError") and node.args:
                 problem = template(node.args[0])
                 hint = template(node.args[1]) if len(node.args) > 1 else ""
-                if problem and problem.strip("… :"):
-                    yield problem, hint or ""
+                if problem and len(re.sub(r"\W", "", problem)) >= FIXED:
+                    part = path.relative_to(ROOT / "mpu_cli").parts[0]
+                    yield PARTS.get(part, "Anywhere"), problem, hint or ""
 
 
 def cell(text: str) -> str:
@@ -76,14 +84,19 @@ for page, text in generated.items():
     with mkdocs_gen_files.open(page, "w") as file:
         file.write(text)
 with mkdocs_gen_files.open("reference/api.md", "w") as file:
-    file.write("# Python functions\n\nSee [Python](../python.md) for how they fit together.\n")
-    for module, names in API.items():
-        for name in names:
-            file.write(f"\n::: {module}.{name}\n")
+    file.write(f"{reference.functions()}\n## Results, errors and progress\n")
+    for name in RESULTS:
+        file.write(f"\n::: {name}\n    options: {{ heading_level: 3 }}\n")
+by_part: dict[str, set[tuple[str, str]]] = {}
+for part, problem, hint in errors():
+    by_part.setdefault(part, set()).add((problem, hint))
 with mkdocs_gen_files.open("reference/errors.md", "w") as file:
     file.write(
-        "# Error messages\n\nNearly every error that a command can end with, without what differs from case to case "
-        "(…). For the common ones, see [troubleshooting](../troubleshooting.md).\n\n| error | what to do |\n|---|---|\n"
+        "# Error messages\n\nNearly every error that a command can end with, by the part of the program, without what "
+        "differs from case to case (…); the search finds them, too. For the common ones, see "
+        "[troubleshooting](../troubleshooting.md).\n"
     )
-    for problem, hint in sorted(set(errors()), key=lambda pair: pair[0].lstrip("… :")):
-        file.write(f"| {cell(problem)} | {cell(hint)} |\n")
+    for part, pairs in sorted(by_part.items()):
+        file.write(f'\n??? note "{part}"\n\n    | error | what to do |\n    |---|---|\n')
+        for problem, hint in sorted(pairs, key=lambda pair: pair[0].lstrip("… :")):
+            file.write(f"    | {cell(problem)} | {cell(hint)} |\n")

@@ -3,15 +3,21 @@ prints the commands, ``… families`` and ``… metrics`` these."""
 
 from __future__ import annotations
 
+import inspect
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+import mpu_cli
 from mpu_cli.cli.main import PANELS, application
 from mpu_cli.errors import MpuError
 from mpu_cli.model.family import CHANNELS, EVERY, LAYER_AXES, MODEL_AXES, Family, names_of
+from mpu_cli.options.declare import Declaration, declared_options
 
 WIDTH = 118  # of lines of text
+CODE_WIDTH = 80  # of lines of code that a page shows without scrolling
+NO_BREAK = "\N{NO-BREAK SPACE}"
 INTRODUCTION = """# Which command?
 
 By who runs it. Every option can also be set with an environment variable: `MPU_` + command + option, such as
@@ -42,6 +48,43 @@ def command_pages() -> dict[str, str]:
 def reference() -> str:
     """All of them in one."""
     return "\n".join([index(), *command_pages().values()])
+
+
+FUNCTIONS_INTRODUCTION = """# Python functions
+
+Each function has the arguments and options of its command, whose page explains them; `observer` gets progress, notes
+and warnings. [Python](../python.md) shows how the functions fit together.
+"""
+
+
+def functions() -> str:
+    """The commands as Python functions, each with its signature, Markdown."""
+    sections = [FUNCTIONS_INTRODUCTION]
+    for name in sorted(set(mpu_cli.__all__) - {"__version__", "results"}):
+        command = getattr(mpu_cli, name).__self__
+        declarations = declared_options(command).values()
+        parameters = [each.name for each in declarations if each.argument]
+        parameters += ["*", *map(_keyword, (each for each in declarations if not each.argument)), "observer"]
+        whole = (parameter.replace(" ", NO_BREAK) for parameter in parameters)
+        lines = textwrap.wrap(
+            ", ".join(whole), CODE_WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
+        )
+        result = inspect.signature(command.run).return_annotation
+        signature = "\n".join([f"{name}(", *lines, f") -> {result}"]).replace(NO_BREAK, " ")
+        text = inspect.cleandoc(command.__doc__).split("\n\n")[0]
+        page = f"[mpu {command.NAME}](../commands/{command.NAME}.md)"
+        sections.append(f"## {name}\n\n{text} Options: {page}.\n\n```python\n{signature}\n```\n")
+    return "\n".join(sections)
+
+
+def _keyword(declaration: Declaration) -> str:
+    """An option as a keyword, by the name that its flag has: run for run_name."""
+    flag = declaration.flag.split("/")[0].removeprefix("--").replace("-", "_")
+    name = declaration.name if declaration.fold else flag
+    if declaration.is_required:
+        return name
+    default = declaration.default
+    return f"{name}={str(default) if isinstance(default, Path) else default!r}"
 
 
 FAMILIES_INTRODUCTION = """# Families
@@ -194,18 +237,25 @@ def _section(name: str, command: Any) -> Iterator[str]:
     if command.epilog:
         example = command.epilog.removeprefix("Example: ").replace(" --", " \\\n  --")
         yield from ("```sh", example, "```", "")
-    yield from ("| | default | |", "|---|---|---|")
+    panels: dict[str | None, list[Any]] = {}
     for parameter in [*arguments, *options]:
-        flags = [f"`{parameter.metavar or parameter.name.upper()}`"]
-        if parameter in options:
-            flags = [f"`{flag}`" for flag in (*parameter.opts, *parameter.secondary_opts)]
-        choices = _choices(parameter.type_descriptor.annotation)
-        text = " ".join((parameter.help or "").split())
-        if choices:
-            text = f"{text} One of {', '.join(f'`{choice}`' for choice in choices)}."
-        cells = [", ".join(flags), _default(parameter), text]
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-    yield ""
+        panels.setdefault(parameter.rich_help_panel, []).append(parameter)
+    for panel, parameters in panels.items():
+        if panel:
+            yield from (f"## {panel}", "")
+        yield from ("| | default | |", "|---|---|---|", *map(_option_row, parameters), "")
+
+
+def _option_row(parameter: Any) -> str:
+    flags = [f"`{parameter.metavar or parameter.name.upper()}`"]
+    if parameter.param_type_name == "option":
+        flags = [f"`{flag}`" for flag in (*parameter.opts, *parameter.secondary_opts)]
+    choices = _choices(parameter.type_descriptor.annotation)
+    text = " ".join((parameter.help or "").split())
+    if choices:
+        text = f"{text} One of {', '.join(f'`{choice}`' for choice in choices)}."
+    cells = [", ".join(flags), _default(parameter), text]
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _choices(annotation: object) -> tuple[str, ...]:
