@@ -64,9 +64,9 @@ SCORED_RECORDS = 128  # records of a set at most: the standard error of a mean p
 FAITHFUL_NOISE = 0.01  # permanent noise, as a share of the weights, up to which a copy's scores are the model's
 HALVINGS = 3  # of the upper half of the change, in which the share that suffices is sought
 
-# Nats per answer token, on average, that noise of the copy's size, once more, takes off the log-probability of the
-# records to forget, up to which the copy's answers are the model's: a hundredth of their probability.
-UNFELT_NOISE = 0.01
+# Up to this share of what the answers have to fall, in nats, noise of the copy's size, once more, may take off them: the
+# copy's answers are then the model's.
+UNFELT_SHARE = 0.05
 # Times the steps after which a copy has forgotten whose scores are not the model's. On the server's model the records
 # go on being forgotten, and what was lost of the others comes back: on SmolLM2 until about three times
 # (docs/stopping.md).
@@ -82,11 +82,9 @@ STEPS, PASSES = 180, 20  # where no limit is given: so many steps, or passes ove
 
 # A record that has reached the level goes on falling for some steps, by about one nat where the noise is small.
 UNKNOWN_LEVEL, LOWEST_LEVEL, HIGHEST_LEVEL = -3.0, -9.0, -0.5
-# Times the nats that noise of the copy's size takes off an answer's log-probability: by which multiple of itself the
-# level is lower there. On SmolLM2, whose answers lose a nat, half of what the copy forgets reaches the server's model;
-# where answers hardly lose anything, all of it does.
-FELT_MARGIN = 1.2
-USUAL_COST = 10.0  # such nats for noise as large as the weights, where they are not measured: of LoRA
+# Times the noise under which it is trained, as a share of the weights: by which multiple of itself the level is lower
+# there. 35 nats times the noise where a stranger guesses nothing, and less where there is less to forget.
+NOISE_MARGIN = 35.0 / 3.0
 
 
 @dataclass(frozen=True)
@@ -179,21 +177,33 @@ class Scorer:
         self.before = self._probabilities(model)
         self.level = math.nan  # set once the level is settled
 
-    def level_at(self, cost: float) -> float:
+    def level_at(self, noise: float) -> float:
         """The level of the hinge loss, in nats per token, which pulls at what the copy knew.
 
         It is how probable answers are that a model does not know: those of the same records under the public model,
-        else of unseen ones. ``cost``: of noise as large as the copy's (``cost_of_noise``). Where answers feel the
-        noise, only a part of what they fall comes over to the server's model, so they have to fall further.
+        else of unseen ones. ``noise``: permanent, as a share of the weights. Of what the answers fall under noise, a
+        part comes over to the server's model, so they have to fall so many times as far there; where all of it does,
+        a share of a change that went too far keeps more than one that stopped at the level.
         """
-        level = UNKNOWN_LEVEL
-        unknown = self._public.forget if self._public else self.before.get("unseen")
-        if unknown is not None:
-            level = max(level, math.log(max(fmean(unknown), 1e-9)))
-        level *= 1 + FELT_MARGIN * max(0.0, cost)
+        level = self._unknown * (1 + NOISE_MARGIN * noise)
         level = round(min(max(level, LOWEST_LEVEL), HIGHEST_LEVEL), 1)  # in tenths
-        known = fmean(math.log(max(p, 1e-30)) for p in self.before["forget"])
-        return pulling_level(level, -known)
+        return pulling_level(level, -self._known)
+
+    @property
+    def fall(self) -> float:
+        """By how many nats a token the answers have to fall until they are those of a model that does not know them."""
+        return max(0.0, self._known - self._unknown)
+
+    @property
+    def _known(self) -> float:
+        """The mean log-probability of a token of the answers to forget, before the training."""
+        return fmean(math.log(max(p, 1e-30)) for p in self.before["forget"])
+
+    @property
+    def _unknown(self) -> float:
+        """The same for a model that does not know them."""
+        unknown = self._public.forget if self._public else self.before.get("unseen")
+        return UNKNOWN_LEVEL if unknown is None else max(UNKNOWN_LEVEL, math.log(max(fmean(unknown), 1e-9)))
 
     def cost_of_noise(self, model: PreTrainedModel, noise: FurtherNoise) -> float:
         """By how many nats a token ``noise`` makes the answers to forget less probable, on average."""
@@ -259,11 +269,9 @@ class Watching(TrainerCallback):
         self._initial = _copy_weights(model, self._place)
         self._further = FurtherNoise(self._initial, seed + 1, 0.0)  # what the change has to work under, at a look
         is_lora = any("lora_" in name for name in self._initial)  # factors are not weights of the copy
-        cost = 0.0 if self.is_faithful else USUAL_COST * noise
         if not (self.is_faithful or is_lora):
             further = FurtherNoise(self._initial, seed + 1, noise)
-            cost = scorer.cost_of_noise(model, further)
-            if cost < UNFELT_NOISE:
+            if scorer.cost_of_noise(model, further) < UNFELT_SHARE * scorer.fall:
                 self._further = further
         self._is_scaled = self.is_faithful or self._further.share > 0  # back to what suffices
         self._best: tuple[Look, float, dict[str, torch.Tensor]] | None = None  # with the share of the change
@@ -272,7 +280,7 @@ class Watching(TrainerCallback):
         elif level is not None:
             self.level = level
         else:
-            self.level = scorer.level_at(cost)
+            self.level = scorer.level_at(noise)
         scorer.level = self.level
 
     def on_step_end(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **values: Any) -> None:

@@ -85,8 +85,8 @@ def test_under_noise_answers_fall_further_by_a_multiple_of_what_there_is_to_forg
         scorer = object.__new__(Scorer)
         scorer.before, scorer._public = {"forget": [known] * 3, "unseen": [stranger] * 3}, None
         assert scorer.level_at(0.0) == pytest.approx(math.log(stranger), abs=0.05)  # to tenths
-        assert scorer.level_at(0.8) < scorer.level_at(0.0)
-        multiples.append(scorer.level_at(0.8) / scorer.level_at(0.0))
+        assert scorer.level_at(0.08) < scorer.level_at(0.0)
+        multiples.append(scorer.level_at(0.08) / scorer.level_at(0.0))
     assert multiples[0] == pytest.approx(multiples[1], rel=0.15)
 
 
