@@ -152,19 +152,24 @@ def test_the_citation_is_of_this_version() -> None:
     assert "2602.23798" in citation["references"][0]["url"]
 
 
-@pytest.mark.slow
-def test_the_worked_example(demo: DemoModel, tmp_path: Path) -> None:
-    """docs/python.md as it stands, in an empty folder, with the demo's names for a model that is there already."""
-    page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
-    program = re.findall(r"```python\n(.*?)```", page, re.S)[0]
-    (tmp_path / "mpu-demo/models").mkdir(parents=True)
-    (tmp_path / "mpu-demo/models/target").symlink_to(demo.model)
-    records = tmp_path / "mpu-demo/records"
+def name_as_the_demo_does(demo: DemoModel, folder: Path) -> None:
+    """Its model and records, and unseen ones, below ``folder`` under the names of `mpu demo`'s."""
+    (folder / "mpu-demo/models").mkdir(parents=True)
+    (folder / "mpu-demo/models/target").symlink_to(demo.model)
+    records = folder / "mpu-demo/records"
     records.mkdir()
     for path in (demo.forget, demo.retain):
         shutil.copy(path, records)
     unseen = [row for person in make_people(2, seed=1) for row in person]
     (records / "unseen.jsonl").write_text("".join(json.dumps(row) + "\n" for row in unseen))
+
+
+@pytest.mark.slow
+def test_the_worked_example(demo: DemoModel, tmp_path: Path) -> None:
+    """docs/python.md as it stands, in an empty folder, with the demo's names for a model that is there already."""
+    page = (ROOT / "docs/python.md").read_text(encoding="utf-8")
+    program = re.findall(r"```python\n(.*?)```", page, re.S)[0]
+    name_as_the_demo_does(demo, tmp_path)
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     forget, retain = (float(value) for value in done.stdout.splitlines()[-1].split())
@@ -175,16 +180,16 @@ def test_the_worked_example(demo: DemoModel, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_notebook_runs(demo: DemoModel, tmp_path: Path) -> None:
-    """Every cell, in a kernel of its own, on a smaller model that is there already; it forgets, and keeps the rest."""
-    (tmp_path / "mpu-demo/models").mkdir(parents=True)
-    (tmp_path / "mpu-demo/models/target").symlink_to(demo.model)
-    (tmp_path / "mpu-demo/records").symlink_to(demo.model.parent)
+    """Every cell, in a kernel of its own, on a smaller model that is there already; it forgets, keeps the rest, and
+    ends with a verdict."""
+    name_as_the_demo_does(demo, tmp_path)
     notebook = nbformat.read(ROOT / "examples/notebook.ipynb", as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "strip the outputs before committing"
     NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
     shown = "".join(out.get("text", "") for cell in notebook.cells for out in cell.get("outputs", []))
     after = {line.split()[0]: float(line.split()[-1]) for line in shown.splitlines() if "_Q_A_Prob" in line}
     assert after["forget_Q_A_Prob"] < 0.6 < 0.9 < after["retain_Q_A_Prob"]
+    assert re.search(r"^verdict: \w", shown, re.M)
 
 
 @pytest.mark.parametrize(
