@@ -5,8 +5,10 @@ python examples/small/make.py models
 writes models/pretrained (public text, and general questions), models/full (from it, 800 records of TOFU: those that
 retain_perturbed asks about, and forget10), and models/retain99 and models/retain90, which never saw forget01 or
 forget10. Their records lie in models/records. TOFU and the text come from the Hub, or from --data-dir and --text.
-The models that were measured were trained on other text and not by this script, so their numbers differ. Ask what a
-model knows before you use it (mpu eval models/full --forget models/records/full.jsonl): if not all, raise --epochs.
+mpu sweep examples/paper/pum_main_comparison.toml --with examples/paper/small.toml makes one of the paper's tables of
+them. The models that were measured were trained on other text and not by this script, so their numbers differ. Ask
+what a model knows before you use it (mpu eval models/full --forget models/records/full.jsonl): if not all, raise
+--epochs.
 """
 
 from __future__ import annotations
