@@ -21,7 +21,7 @@ from mpu_cli.files.reader import NAME, open_checkpoint
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import CheckpointWriter, TensorSpecs
 from mpu_cli.model.network import Head, Logits, input_of, output_of_layer, separate_head
-from mpu_cli.records.encode import Example, pad
+from mpu_cli.records.encode import Example, answer_tokens, pad
 from mpu_cli.training.losses import Frozen, Scores, locate_answers, score
 
 EMBEDDING_ROWS = 1 << 14  # of the embedding that are converted to float64 at a time
@@ -51,6 +51,21 @@ class Reference:
         head = None if self.head is None else self.head.to(device)
         direction = None if self.direction is None else self.direction.to(device)
         return replace(self, head=head, direction=direction)
+
+    def loss(self, examples: Sequence[Example]) -> float | None:
+        """The frozen copy's mean −log p per token of the answers of ``examples``, the first of this set, in nats; None
+        if its outputs do not say."""
+        if self.states and self.reference_outputs == "logits" and self.head is not None:
+            batch = pad(examples)
+            targets = locate_answers(batch["labels"])["targets"]
+            states = torch.cat(list(self.states[: len(examples)]))
+            place = next(self.head.parameters())
+            log_probs = Logits(states.to(place), self.head).log_probs(targets.to(place.device))
+            return -float(log_probs.double().sum()) / max(1, len(targets))
+        if self.log_probs is not None:
+            tokens = sum(map(answer_tokens, examples))
+            return -float(self.log_probs[: len(examples)].double().sum()) / max(1, tokens)
+        return None
 
     def collect(self, numbers: Sequence[int], like: Sequence[int]) -> dict[str, torch.Tensor]:
         """The outputs for a batch of the examples ``numbers``, as tensors that the trainer moves to the device.
@@ -133,24 +148,27 @@ def freeze(
     if reference_outputs == "direction":
         return Reference(reference_outputs, direction=steering_direction(model, seed).cpu())
     model.eval()
-    sums: list[torch.Tensor] = []
-    states: list[torch.Tensor] = []
+    by_length = sorted(range(len(examples)), key=lambda number: len(examples[number].ids))
+    outputs: list[torch.Tensor] = [torch.empty(0)] * len(examples)
     head = separate_head(model)
     frozen_head = None
     if head and reference_outputs == "logits":
         frozen_head = copy.deepcopy(head).requires_grad_(False).cpu()
     for start in range(0, len(examples), batch_size):
-        part = examples[start : start + batch_size]
-        batch = {name: value.to(model.device) for name, value in pad(part).items()}
+        numbers = by_length[start : start + batch_size]
+        batch = {name: value.to(model.device) for name, value in pad([examples[i] for i in numbers]).items()}
         scores = forward(model, batch, layer=layer if reference_outputs == "hidden" else None, head=head)
         if reference_outputs == "log_probs":
-            sums.append(scores.sequence_log_probs.cpu())
-            continue
-        hidden_states = scores.logits.states.to(model.dtype) if reference_outputs == "logits" else scores.hidden
-        assert hidden_states is not None  # asked for above
-        lengths = torch.bincount(scores.rows, minlength=len(part)).tolist()
-        states += [state.cpu() for state in hidden_states.split(lengths)]
-    return Reference(reference_outputs, torch.cat(sums) if sums else None, states, frozen_head)
+            of_batch = scores.sequence_log_probs.split(1)
+        else:
+            states = scores.logits.states.to(model.dtype) if reference_outputs == "logits" else scores.hidden
+            assert states is not None  # asked for above
+            of_batch = states.split(torch.bincount(scores.rows, minlength=len(numbers)).tolist())
+        for number, output in zip(numbers, of_batch, strict=True):
+            outputs[number] = output.cpu()
+    if reference_outputs == "log_probs":
+        return Reference(reference_outputs, torch.cat(outputs))
+    return Reference(reference_outputs, states=outputs, head=frozen_head)
 
 
 def save_references(path: Path, references: Mapping[str, Reference], facts: Mapping[str, object]) -> None:

@@ -17,11 +17,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -36,6 +36,8 @@ from mpu_cli.records.forms import digest_of_record
 from mpu_cli.records.knowledge import Probabilities, error_of_share_left, share_kept, share_left, tail_of
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.ledger import Course
+
+Value = TypeVar("Value")
 
 
 class FurtherNoise:
@@ -64,8 +66,8 @@ SCORED_RECORDS = 128  # records of a set at most: the standard error of a mean p
 FAITHFUL_NOISE = 0.01  # permanent noise, as a share of the weights, up to which a copy's scores are the model's
 HALVINGS = 3  # of the upper half of the change, in which the share that suffices is sought
 
-# Up to this share of what the answers have to fall, in nats, noise of the copy's size, once more, may take off them: the
-# copy's answers are then the model's.
+# Noise of the copy's size, once more, may take this share of what the answers have to fall off them, in nats, where the
+# copy's answers are said to be the model's.
 UNFELT_SHARE = 0.05
 # Times the steps after which a copy has forgotten whose scores are not the model's. On the server's model the records
 # go on being forgotten, and what was lost of the others comes back: on SmolLM2 until about three times
@@ -158,7 +160,8 @@ class Scorer:
     """Scores a model on records to forget, held-out and unseen ones, relative to what it knew ``before``.
 
     ``public``: the probabilities of the records to forget under a model that never saw them, record by record;
-    ``max_left``: the share that may be left.
+    ``max_left``: the share that may be left; ``forget``: the probabilities of the scored records to forget under
+    ``model``, where they are known.
     """
 
     def __init__(
@@ -168,13 +171,14 @@ class Scorer:
         at_once: int,
         public: Sequence[float] | None,
         max_left: float,
+        forget: Sequence[float] | None = None,
     ):
         names = [name for name in ("forget", "held_out", "unseen") if name in sets]
-        chosen = {name: _spread(len(sets[name])) for name in names}
-        self._answers = {name: Answers([sets[name][number] for number in chosen[name]], at_once) for name in names}
-        self._public = None if public is None else Probabilities.of([public[number] for number in chosen["forget"]])
+        self._answers = {name: Answers(spread(sets[name]), at_once) for name in names}
+        self._public = None if public is None else Probabilities.of(spread(public))
         self._max_left = max_left
-        self.before = self._probabilities(model)
+        known = {} if forget is None else {"forget": list(forget)}
+        self.before = known | self._probabilities(model, [name for name in names if name not in known])
         self.level = math.nan  # set once the level is settled
 
     def level_at(self, noise: float) -> float:
@@ -209,7 +213,7 @@ class Scorer:
         """By how many nats a token ``noise`` makes the answers to forget less probable, on average."""
         before = _copy_weights(model, torch.device("cpu"))
         _set_weights(model, before, noise.noisy)
-        noisy = self._probabilities(model)["forget"]
+        noisy = self._probabilities(model, ["forget"])["forget"]
         _set_weights(model, before, before.__getitem__)
         falls = []
         for before_noise, with_noise in zip(self.before["forget"], noisy, strict=True):
@@ -217,7 +221,7 @@ class Scorer:
         return fmean(falls)
 
     def look(self, model: PreTrainedModel, step: int) -> Look:
-        now = self._probabilities(model)
+        now = self._probabilities(model, self._answers)
         kept = share_kept(now["held_out"], self.before["held_out"]) if "held_out" in now else None
         after = Probabilities.of(now["forget"], now.get("unseen"))
         before = Probabilities.of(self.before["forget"], self.before.get("unseen"))
@@ -226,18 +230,18 @@ class Scorer:
         above = fmean(max(0.0, math.log(max(p, 1e-30)) - self.level) for p in now["forget"])
         return Look(step, left, left + 2 * error, kept, above, tail is not None and not tail.is_allowed)
 
-    def _probabilities(self, model: PreTrainedModel) -> dict[str, list[float]]:
+    def _probabilities(self, model: PreTrainedModel, names: Iterable[str]) -> dict[str, list[float]]:
         training = model.training
         model.eval()
-        values = {name: [math.exp(-loss) for loss in answers.losses(model)] for name, answers in self._answers.items()}
+        values = {name: [math.exp(-loss) for loss in self._answers[name].losses(model)] for name in names}
         model.train(training)
         return values
 
 
-def _spread(count: int) -> list[int]:
-    """SCORED_RECORDS numbers below ``count`` at equal distances; all of them if there are fewer."""
-    chosen = min(count, SCORED_RECORDS)
-    return [number * count // chosen for number in range(chosen)]
+def spread(values: Sequence[Value]) -> list[Value]:
+    """SCORED_RECORDS of ``values`` at equal distances; all of them if there are fewer."""
+    count = min(len(values), SCORED_RECORDS)
+    return [values[number * len(values) // count] for number in range(count)]
 
 
 class Watching(TrainerCallback):

@@ -64,12 +64,11 @@ from mpu_cli.training.private import train_privately
 from mpu_cli.training.rates import scored_at_once, with_rate
 from mpu_cli.training.reference import Reference, freeze, load_references, save_references
 from mpu_cli.training.requests import Continuation
-from mpu_cli.training.stopping import Look, Scorer, Until, Watching, pulling_level
+from mpu_cli.training.stopping import Look, Scorer, Until, Watching, pulling_level, spread
 from mpu_cli.wording import counted
 
 # What a training did: its losses before and after, and what they say.
 
-MEASURED_RECORDS = 128  # records of a set whose loss is measured before and after: enough to tell what went wrong
 MIN_FORGET_RISE = 0.1  # rise of the forget loss, in nats per answer token, below which little was forgotten
 MAX_KNOWN_LOSS = 3.0  # forget loss before training above which a model hardly knew the records
 MAX_RETAIN_RISE = 1.0  # rise of the retain loss above which the model lost much of what it should keep
@@ -163,16 +162,24 @@ class UnlearningResult:
         return problems
 
 
-def measure(model: PreTrainedModel, sets: Mapping[str, ExampleSet], options: Unlearning) -> Measured:
-    """The mean losses of ``model`` on the first records of each set, MEASURED_RECORDS at most."""
+def measure(
+    model: PreTrainedModel, sets: Mapping[str, ExampleSet], options: Unlearning, *, is_frozen: bool = False
+) -> tuple[Measured, list[float]]:
+    """The mean losses of ``model`` on records to forget that are spread over all of them, and on as many to keep; how
+    probable the answers of the former are, record by record. ``is_frozen``: the frozen outputs are of this model."""
     size = scored_at_once(options.training, model.device)
     training = model.training
     model.eval()
-    forget = sets["forget"].examples[:MEASURED_RECORDS]
-    retain = sets["retain"].examples[: len(forget)] if "retain" in sets else None
-    measured = Measured(Answers(forget, size).loss(model), Answers(retain, size).loss(model) if retain else None)
+    scores = Answers(spread(sets["forget"].examples), size).scores(model)
+    retain_loss = None
+    if "retain" in sets:
+        retain = sets["retain"].examples[: len(scores)]
+        retain_loss = sets["retain"].reference.loss(retain) if is_frozen else None
+        if retain_loss is None:
+            retain_loss = Answers(retain, size).loss(model)
     model.train(training)
-    return measured
+    loss = sum(score.loss for score in scores) / max(1, sum(score.tokens for score in scores))
+    return Measured(loss, retain_loss), [math.exp(-score.loss / max(1, score.tokens)) for score in scores]
 
 
 ADVICE = (  # if memory runs out
@@ -241,9 +248,11 @@ def unlearn(
         checkpoints, steps_done = _open_checkpoints(job, loaded, len(steps))
         to_train = loaded.change.wrap(model)
         observer.stage("measure", 1, "done")
-        before = measure(to_train, sets, job.options) if job.is_alone else None
+        before, probabilities = None, None
+        if job.is_alone:
+            before, probabilities = measure(to_train, sets, job.options, is_frozen=not job.read_reference)
         _inspect_copy(job, signs, entry, before)
-        watching, job = _watch(job, to_train, sets, before)
+        watching, job = _watch(job, to_train, sets, before, probabilities)
         if start and start.delta:
             _go_on_from(start.delta, start, to_train)
         if watching and checkpoints and steps_done:
@@ -266,7 +275,7 @@ def unlearn(
             )  # fmt: skip
         scores, course = _finish(job, watching, trained, entry, steps_done + len(losses))
         observer.stage("measure again", 1, "done")
-        after = measure(trained, sets, job.options) if job.is_alone else None
+        after = measure(trained, sets, job.options)[0] if job.is_alone else None
         # Under DP a delta leaves whatever one record does to the loss: its absence would tell.
         if after and loaded.private is None and not math.isfinite(after.forget):
             raise Diverged("the loss on the records is")
@@ -436,7 +445,11 @@ def _inspect_copy(job: TrainingJob, signs: list[str], entry: LedgerEntry | None,
 
 
 def _watch(
-    job: TrainingJob, to_train: PreTrainedModel, sets: Mapping[str, ExampleSet], before: Measured | None
+    job: TrainingJob,
+    to_train: PreTrainedModel,
+    sets: Mapping[str, ExampleSet],
+    before: Measured | None,
+    probabilities: Sequence[float] | None,
 ) -> tuple[Watching | None, TrainingJob]:
     """What ends the training once it is done, None for one of a number of epochs; ``job`` with the level of its loss.
 
@@ -453,7 +466,7 @@ def _watch(
         if job.public is not None:
             job.observer.stage("score the public model", 1, "done")
             public = probabilities_under(job.public, examples["forget"], at_once, options.training.device)
-        scorer = Scorer(to_train, examples, at_once, public, job.until.goal.max_left)
+        scorer = Scorer(to_train, examples, at_once, public, job.until.goal.max_left, probabilities)
         noise = job.manifest.noise if job.manifest else 0.0
         watching = Watching(
             to_train, scorer, job.until, noise, level=options.loss.level, seed=options.training.seed,

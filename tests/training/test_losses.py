@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mpu_cli.measuring.encoding import Item
 from mpu_cli.measuring.scoring import Scorer
-from mpu_cli.model.network import Logits, separate_head
+from mpu_cli.model.network import Answers, Logits, separate_head
 from mpu_cli.records.encode import IGNORED, Encoding, pad
 from mpu_cli.records.read import read_records
 from mpu_cli.training.losses import ALGORITHMS, RETAIN, Frozen, TermInputs, score
@@ -313,6 +313,9 @@ class TestFrozen:
         actual = getattr(reference.frozen(reference.collect(numbers, like=[0])), reference_outputs)
         actual = actual.whole() if reference_outputs == "logits" else actual
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+        loss = Answers(examples[:5]).loss(fresh)
+        says_losses = reference_outputs == "log_probs" or (reference_outputs == "logits" and separate_head(fresh))
+        assert reference.loss(examples[:5]) == (pytest.approx(loss, rel=1e-6) if says_losses else None)
 
     def test_direction_is_uniform_and_of_length_one(self, tmp_path):
         """Φ of normal numbers: over many seeds, each entry, scaled by its vector's largest, is evenly distributed."""
