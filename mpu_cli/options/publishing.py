@@ -154,9 +154,9 @@ class ServerRate(Options):
 
     server_lr: float | Literal["auto", "restore"] = option(
         RESTORE,
-        "How much of the update to apply. restore: 1; of several copies that were each trained until they had "
-        "forgotten, as many times the average of their changes as makes it as long as they are, 1.5 at most; less if "
-        "the records of --probe would lose more than --max-rise. auto: as much as these allow, also more.",
+        "How much of the update to add. restore: 1 for one copy; for several that were each trained until they had "
+        "forgotten, up to 1.5, so that the average is as long as each change was; less if the records of --probe "
+        "would lose more than --max-rise. auto: as much as these allow, also more.",
         metavar="STEP",
     )
     probe: Path | None = option(

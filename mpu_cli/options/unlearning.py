@@ -346,8 +346,7 @@ class Goal(Options):
 
     unseen: str | None = option(
         None,
-        "Records of the same kind that the model never saw: their probability is what is left of records that are "
-        "forgotten.",
+        "Records of the same kind that the model never saw. A forgotten record should be as unlikely as these.",
         metavar="DATA",
     )
     max_left: float = option(
