@@ -78,9 +78,8 @@ def test_links_lead_somewhere(page: str) -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.stem)
 def test_code_fits_the_column_of_the_site(path: Path) -> None:
-    if path.stem != "tutorial":
-        blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", path.read_text(encoding="utf-8"), re.M | re.S)
-        assert not [line for block in blocks for line in block.splitlines() if len(line) > REFERENCE.CODE_WIDTH]
+    blocks = re.findall(r"^ *```\w*\n(.*?)^ *```", path.read_text(encoding="utf-8"), re.M | re.S)
+    assert not [line for block in blocks for line in block.splitlines() if len(line) > REFERENCE.CODE_WIDTH]
 
 
 def test_commands_have_pages_with_each_option_once() -> None:
