@@ -1,6 +1,6 @@
 """What each attack of `mpu audit` recovers, by noise scale, number of copies, symmetries and dtype: a table and a plot.
 
-python examples/audit.py BASE [--pretrained MODEL] [--plot FILE]
+python examples/audit.py BASE [--public MODEL] [--plot FILE]
 python examples/audit.py --make qwen2 [--plot FILE]    # trains a small public model and a private one of that family
 """
 
@@ -97,7 +97,7 @@ def draw(found: dict[tuple[str, str, int, float], dict], path: Path) -> None:
 
 
 def audit(base: Path, reference: Path | None, plot: Path | None) -> None:
-    public: Sequence[object] = ["--pretrained", reference] if reference else []
+    public: Sequence[object] = ["--public", reference] if reference else []
     print("| symmetries | dtype | m | κ | " + " | ".join(ATTACKS) + " | task vector: one copy | all copies |")
     print("|" + "---|" * (len(ATTACKS) + 6))
     found = {}
@@ -123,7 +123,7 @@ def audit(base: Path, reference: Path | None, plot: Path | None) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("base", nargs="?", type=Path)
-    parser.add_argument("--pretrained", type=Path)
+    parser.add_argument("--public", type=Path)
     parser.add_argument("--make", choices=FAMILIES)
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()

@@ -94,7 +94,7 @@ def mean(values: Sequence[float], form: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base", type=Path)
-    parser.add_argument("--pretrained")
+    parser.add_argument("--public")
     parser.add_argument("--forget", type=Path, required=True)
     parser.add_argument("--retain", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
@@ -118,7 +118,7 @@ def main() -> None:
                 "--epochs", options.epochs,
                 "--rounds", options.rounds, "--batch-size", 8, "--forget", options.forget, "--retain", options.retain,
                 "--dtype", "float32", "--kappa", 0.01,
-                *(["--pretrained", options.pretrained] if options.pretrained else []),
+                *(["--public", options.pretrained] if options.pretrained else []),
                 *(["--constants", f"layer={options.layer}"] if algorithm == "rmu" else []),
             ]  # fmt: skip
             model = options.work / f"clean-{hashlib.sha256(repr(training).encode()).hexdigest()[:16]}"

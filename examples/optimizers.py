@@ -51,7 +51,7 @@ def aggregate(base: Path, folder: Path, publish: list[object], training: list[ob
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base", type=Path)
-    parser.add_argument("--pretrained")
+    parser.add_argument("--public")
     parser.add_argument("--forget", type=Path, required=True)
     parser.add_argument("--retain", type=Path, required=True)
     parser.add_argument("--records", type=int, default=8, help="how many records of each set to use")
@@ -70,7 +70,7 @@ def main() -> None:
             lines = getattr(options, name).read_text().splitlines()[: options.records]
             (work / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
             records += [f"--{name}", work / f"{name}.jsonl"]
-        reference = ["--pretrained", options.pretrained] if options.pretrained else []
+        reference = ["--public", options.pretrained] if options.pretrained else []
         # bfloat16 weights would round the values to compare, so the base is first published unchanged in float64.
         mpu("publish", options.base, "--copies", 2, "--kappa", 0, "--symmetries", "none", "--dtype", "float64",
             "--out", work, "--keys", work / "keys.bin")  # fmt: skip

@@ -85,7 +85,7 @@ def draw(kappas: np.ndarray, measured: dict[str, dict[int, list[float]]], out: P
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("base", type=Path)
-    parser.add_argument("--pretrained")
+    parser.add_argument("--public")
     parser.add_argument("--forget", type=Path, required=True)
     parser.add_argument("--retain", type=Path, required=True)
     parser.add_argument("--records", type=int, default=8, help="how many records of each set to use")
@@ -102,7 +102,7 @@ def main() -> None:
             lines = getattr(options, name).read_text().splitlines()[: options.records]
             (Path(scratch) / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
             training += [f"--{name}", str(Path(scratch) / f"{name}.jsonl")]
-        pretrained = ["--pretrained", options.pretrained] if options.pretrained else []
+        pretrained = ["--public", options.pretrained] if options.pretrained else []
         measured = {}
         for optimizer in options.optimizers.split(","):
             chosen = [*training, "--train-embeddings", "--optim", optimizer, "--lr", OPTIMIZERS[optimizer]]

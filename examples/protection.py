@@ -1,6 +1,6 @@
 """What noise hides of a model, what it leaves, and what it costs: tables and figure in docs.
 
-python examples/protection.py TARGET --pretrained MODEL --forget FILE --retain FILE --unseen FILE --out protection.jsonl
+python examples/protection.py TARGET --public MODEL --forget FILE --retain FILE --unseen FILE --out protection.jsonl
 
 For each setting: publish, measure a copy, unlearn on every copy, aggregate, and measure the server's model. Then the
 step that the server takes along the update is chosen so that the records to be forgotten are as unlikely as they are to
@@ -342,7 +342,7 @@ def main() -> None:
             draw(given.table, given.plot)
         return
     if not all((given.target, given.pretrained, given.forget, given.retain, given.unseen)):
-        parser.error("TARGET, --pretrained, --forget, --retain and --unseen are needed")
+        parser.error("TARGET, --public, --forget, --retain and --unseen are needed")
     training = {"algo": "npo"} | {
         name: float(value) if name == "lr" else int(value)
         for name, value in (part.split("=") for part in given.train.split(","))

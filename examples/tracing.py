@@ -45,7 +45,7 @@ class Leak:
         self.arguments, self.folder = arguments, folder
         self.copies: dict[str, Weights] = {}
         for client, copies in (("A", 1), ("B", 3), ("C", 1)):
-            options = ["--pretrained", arguments.pretrained, "--copies", copies, "--out", folder / client]
+            options = ["--public", arguments.pretrained, "--copies", copies, "--out", folder / client]
             self.mpu("publish", arguments.target, *options, "--keys", folder / f"{client}.bin")
             for k in range(1, copies + 1):
                 self.copies[f"{client}{k}"] = self.read(folder / client / f"copy_{k}")
@@ -274,7 +274,7 @@ def errors(leak: Leak) -> list[str]:
     clean, distances = load_file(clean_file), []
     for mark in (0, 0.1):
         out = leak.folder / f"mark_{mark}"
-        options = ["--pretrained", arguments.pretrained, "--mark", mark, "--out", out, "--keys", out / "keys.bin"]
+        options = ["--public", arguments.pretrained, "--mark", mark, "--out", out, "--keys", out / "keys.bin"]
         leak.mpu("publish", arguments.target, *options)
         leak.mpu("unlearn", out / "copy_1", *records, "--out", out / "d.safetensors")
         leak.mpu("invert", out / "d.safetensors", "--keys", out / "keys.bin", "--out", out)
@@ -305,7 +305,7 @@ def main() -> None:
             if not re.search(arguments.rows, what):
                 continue
             model = make()
-            public = ["--pretrained", arguments.pretrained] if "public model" in what else []
+            public = ["--public", arguments.pretrained] if "public model" in what else []
             found = json.loads(leak.mpu("trace", model, *keys, "--base", arguments.target, *public, "--json"))
             marks, noises, agreeing, named = [], [], [], []
             for client, publication in zip("ABC", found["publications"], strict=True):

@@ -19,6 +19,7 @@ from mpu_cli.model.device import ACCELERATE, processes_of, tell_accelerate
 from tests.helpers.models import random_model, save, write_records
 from tests.helpers.paths import ROOT
 from tests.helpers.stopping import stop_when
+from tests.helpers.trainings import for_run
 
 COMMON = ["--epochs", "1", "--reading", "template=plain", "--batch-size", "2", "--optim", "sgd", "--lr", "1e-2"]
 STEEP = ("adamw", "muon", "bfloat16")  # where a last bit can become the sign of a step
@@ -137,7 +138,7 @@ benchmark = "qa"
         [
             ["unlearn", "copy_1", *training, "--dp", "epsilon=8", "--out", "private"],
             [*resumed, "--out", "resumed", "--device", "sim"],
-            ["run", "base", *COMMON, "--rounds", "2", "--copies", "2", "--out", "rounds", "--device", "sim"],
+            ["run", "base", *for_run(COMMON), "--rounds", "2", "--copies", "2", "--out", "rounds", "--device", "sim"],
             ["sweep", "grid.toml", "--out", "grid"],
         ],
     )

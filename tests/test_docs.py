@@ -88,14 +88,14 @@ def test_commands_have_pages_with_each_option_once() -> None:
         rows = re.findall(r"^\| `(--[\w-]+)`", page, re.M)
         assert len(rows) == len(set(rows)), name
         assert not re.search(r"^## (.*)\n(?:.*\n)*## \1$", page, re.M), name
-    assert "## LoRA" in REFERENCE.command_pages()["unlearn"]
+    assert "## Goal" in REFERENCE.command_pages()["unlearn"]
 
 
 def test_functions_have_their_signatures() -> None:
     """As Python reads them; every keyword is one that the function takes."""
     page = REFERENCE.functions()
     blocks = re.findall(r"```python\n(.*?)```", page, re.S)
-    assert len(blocks) == len(mpu_cli.__all__) - 1
+    assert len(blocks) == len(set(mpu_cli.__all__) - {"__version__", "results"})
     for block in blocks:
         [function] = ast.parse(f"def {block.strip()}: ...").body
         assert isinstance(function, ast.FunctionDef)

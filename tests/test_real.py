@@ -73,7 +73,7 @@ def test_it_is_the_chat_model(real: Real) -> None:
 
 def test_what_is_hidden_by_default(mpu: Callable, real: Real, tmp_path: Path) -> None:
     """With nothing but the public model named, `publish` hides what fine-tuning changed, as far as it says."""
-    public = ("--pretrained", real.public)
+    public = ("--public", real.public)
     outcome = mpu("publish", real.target, *public, "--copies", 1, "--seed", 1, "--json", cwd=tmp_path)
     attacks = mpu("audit", "copy_1", "--base", real.target, *public, "--json", cwd=tmp_path).json["attacks"]
     best = min(attack["of_change"] for attack in attacks.values())
@@ -102,7 +102,7 @@ def test_one_lossy_copy_unlearns_as_well_as_the_model(mpu: Callable, real: Real,
     for name, noise, step in (("clean", ("--kappa", 0, "--permanent-noise", 0), ()), ("lossy", (), auto)):
         root = tmp_path / name
         root.mkdir()
-        mpu("publish", real.target, "--pretrained", real.public, "--copies", 1, *noise, "--seed", 1, cwd=root)
+        mpu("publish", real.target, "--public", real.public, "--copies", 1, *noise, "--seed", 1, cwd=root)
         mpu("unlearn", "copy_1", *records, *TRAINING, cwd=root)
         mpu("aggregate", "deltas", "--keys", "keys.bin", *step, cwd=root)
         knows[name] = mpu("eval", "unlearned", *measured, cwd=root).json["metrics"]

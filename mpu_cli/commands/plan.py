@@ -56,9 +56,7 @@ class Plan(Command):
     training: Training = group(Training)
     lora: Lora = group(Lora)
     reading: RecordFormat = group(RecordFormat)
-    pretrained: str | None = option(
-        None, "Public model that MODEL was fine-tuned from, as for publish.", metavar="MODEL"
-    )
+    public: str | None = option(None, "Public model that MODEL was fine-tuned from, as for publish.", metavar="MODEL")
     algo: str = option(Unlearning.algo, "Unlearning algorithm.", metavar="NAME")
     forget: str | None = option(
         None, "Records to forget, to count the steps and memory of training (as for unlearn).", metavar="DATA"
@@ -95,9 +93,9 @@ class Plan(Command):
 
         unlearning = Unlearning(algo=self.algo, training=self.training, lora=self.lora, epochs=self.epochs)
         objective = check_options(unlearning)
-        if self.pretrained is not None:
-            open_model(self.pretrained)  # raises for one that is not there
-        disguise = self.disguise.with_scale(with_pretrained=self.pretrained is not None)
+        if self.public is not None:
+            open_model(self.public)  # raises for one that is not there
+        disguise = self.disguise.with_scale(with_pretrained=self.public is not None)
         scheme = scheme_of(disguise)
         opened = open_model(self.model)
         unlearning = replace(unlearning, training=with_precision(self.training, opened))

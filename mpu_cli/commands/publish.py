@@ -33,14 +33,14 @@ class Publish(Command):
     """
 
     NAME: ClassVar[str] = "publish"
-    EXAMPLE: ClassVar[str] = "mpu publish my-model --pretrained meta-llama/Llama-3.2-1B-Instruct"
+    EXAMPLE: ClassVar[str] = "mpu publish my-model --public meta-llama/Llama-3.2-1B-Instruct"
     ESSENTIAL: ClassVar[str] = (
-        "--kappa --pretrained --copies --permanent-noise --noise --symmetries --out --keys --recipient --probe"
+        "--kappa --public --copies --permanent-noise --noise --symmetries --out --keys --recipient --probe"
     )
 
     base: str = option(..., "The model: file, directory, sharded index or Hub id.", metavar="BASE", argument=True)
     publishing: Publishing = group(Publishing)
-    pretrained: str | None = option(
+    public: str | None = option(
         None,
         "Public model that BASE was fine-tuned from: noise is scaled to what that changed and, unless a scale is "
         "given, chosen to hide it (default: none, noise is scaled to BASE).",
@@ -115,7 +115,7 @@ class Publish(Command):
             publishing = replace(publishing, disguise=replace(disguise, copies=len(recipients)))
         publication = publication_of(
             publishing,
-            with_pretrained=self.pretrained is not None,
+            with_pretrained=self.public is not None,
             seed=self.seed,
             run=self.run_name or run_of_base or "",
             round_=round_,
@@ -148,7 +148,7 @@ class Publish(Command):
             recipients=parsed,
             force=self.force,
         )
-        public = open_model(self.pretrained) if self.pretrained else None
+        public = open_model(self.public) if self.public else None
         return plan_publish(model, public, publication, target, only=only, existing_keys=existing_keys)
 
     def preview(self, observer: Observer) -> Preview:
@@ -243,11 +243,11 @@ class Publish(Command):
         """Raise UsageError if the last round's copies had permanent noise and these would not have any."""
         manifest = read_model_manifest(model.folder)
         chosen = self.publishing.disguise.sets_scale or self.publishing.calibration.epsilon is not None
-        if manifest and manifest.permanent and self.pretrained is None and not chosen:
+        if manifest and manifest.permanent and self.public is None and not chosen:
             raise UsageError(
                 f"{self.base}: the copies of round {manifest.round} had permanent noise, and those of the next would "
                 "not",
-                "name the public model with --pretrained again, or choose --kappa or --permanent-noise",
+                "name the public model with --public again, or choose --kappa or --permanent-noise",
             )
 
 
@@ -267,7 +267,7 @@ def command_to_publish(model: Path, keys: Keys) -> str:
     command: list[str | Path] = ["mpu", "publish", model]
     usual = Disguise(mark=0.0)  # what stands where nothing is said
     if keys.reference is not None:
-        command += ["--pretrained", keys.reference]
+        command += ["--public", keys.reference]
         chosen = Disguise(copies=keys.copies).with_scale(with_pretrained=True)
         if (publication.kappa, publication.shared_kappa) == (chosen.kappa, chosen.permanent_noise):
             usual = chosen
@@ -313,9 +313,13 @@ def _size_of_noise(published: Published) -> str | None:
     if not (noise and size):
         return None
     lost = math.fsum(block.weights * block.copies[0].unchanged for block in blocks) / weights
+    publication = published.keys.publication
+    calibration, permanent = publication.calibration, publication.shared_kappa
+    scale = f"ε = {calibration.epsilon:g}" if calibration else f"κ = {publication.kappa:g}"
+    scale += f" and permanent noise of {permanent:g}" if permanent else ""
     return (
-        f"size of the noise: {100 * noise / size:.2g} % of that of the weights; storage rounds it away in {lost:.1%} "
-        "of these (--json has each block)"
+        f"size of the noise: {100 * noise / size:.2g} % of that of the weights, at {scale}; storage rounds it away in "
+        f"{lost:.1%} of these (--json has each block)"
     )
 
 

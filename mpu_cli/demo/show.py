@@ -257,7 +257,7 @@ def _play(folder: Path, given: Model | None, story: Story, seed: int, observer: 
         observer.note("Clean: the client got the model itself and unlearned on it.")
     records = Records(forget=str(paths["forget"]), retain=str(paths["retain"]))
     unlearning = Unlearning(records=records, training=Training(device=story.device))
-    protocol = Experiment(base=str(target), unlearning=unlearning, pretrained=public)
+    protocol = Experiment(base=str(target), unlearning=unlearning, public=public)
     goal = Goal(unseen=str(paths["holdout"]))
     request = run_until_pass(protocol, goal, Stopping(), folder / "mpu", Within(observer, "mpu", notes=False))
     measured["mpu"] = measure("mpu", request.model)

@@ -509,7 +509,7 @@ def audit_as_believed(
         result = audit(models, base, reference, noise=scheme, symmetries=believed, fast=fast,
                       publications=publications, observer=observer)  # fmt: skip
         if reference and not sum(result.task.values()):
-            raise UsageError(f"--pretrained {reference.source}: has the same weights as --base", "leave it out")
+            raise UsageError(f"--public {reference.source}: has the same weights as --base", "leave it out")
         explained = min((result.plain_error(name) for name in result.attacks if ATTACKS[name].believes), default=0.0)
         attempts.append((explained, Attempt(result, scheme, believed)))
         if explained < UNDONE * result.plain_error(ONE_COPY.name):

@@ -71,7 +71,7 @@ def publication_in(experiment: Experiment, *, seed: bytes, run: str = "", number
 
     Raises UsageError for options that do not go together.
     """
-    disguise = experiment.disguise.with_scale(with_pretrained=experiment.pretrained is not None)
+    disguise = experiment.disguise.with_scale(with_pretrained=experiment.public is not None)
     stored = experiment.stored.dtype
     published = Publication(
         seed=seed,
@@ -162,14 +162,14 @@ def facts_of(experiment: Experiment, data: Dataset) -> dict[str, object]:
     """What is needed to repeat the run."""
     options = flat(replace(experiment, rounds=rounds_of(experiment)))
     # Of models and records the contents count, below; of the noise what it amounts to, in "published".
-    elsewhere = {"base", "pretrained", *declared_options(Copies), *declared_options(Unlearning)}
+    elsewhere = {"base", "public", *declared_options(Copies), *declared_options(Unlearning)}
     declarations = declared_options(Experiment)
     decided = {
         name: value for name, value in options.items() if declarations[name].affects_result and name not in elsewhere
     }
     decided |= decisive_options(experiment.unlearning)
     decided["micro_batch_size"] = experiment.unlearning.training.micro_batch_size
-    publication, pretrained = publication_in(experiment, seed=bytes(32)), experiment.pretrained
+    publication, pretrained = publication_in(experiment, seed=bytes(32)), experiment.public
     published = {
         "noise": {"kind": publication.scheme.kind, "factors": publication.scheme.factors}, "kappa": publication.kappa,
         "shared_kappa": publication.shared_kappa, "symmetries": publication.symmetries,
@@ -369,7 +369,7 @@ class _Round:
 
     def _publish(self, k: int) -> None:
         identities = self.rounds.identities
-        model, pretrained = open_model(self.base), self.experiment.pretrained
+        model, pretrained = open_model(self.base), self.experiment.public
         started = time.monotonic()
         outbox = self.server / "outbox"
         target = Target(

@@ -327,7 +327,7 @@ def _defaults(cell: Cell) -> dict[str, object]:
     experiment = cell.experiment
     if "kappa" in _ignored_options(cell.options):
         return defaults
-    disguise = experiment.disguise.with_scale(with_pretrained=experiment.pretrained is not None)
+    disguise = experiment.disguise.with_scale(with_pretrained=experiment.public is not None)
     return defaults | {"kappa": disguise.kappa, "permanent_noise": disguise.permanent_noise}
 
 

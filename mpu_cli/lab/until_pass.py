@@ -100,7 +100,7 @@ class _Rounds:
         self._server(number).mkdir(parents=True, exist_ok=True)
         publish = Publish(
             base=str(model),
-            pretrained=self.experiment.pretrained,
+            public=self.experiment.public,
             out=self._copies(number),
             keys=self._server(number) / "keys.bin",
             seed=self.experiment.secret_seed,
@@ -119,7 +119,7 @@ class _Rounds:
             unlearning=self.experiment.unlearning,
             goal=self.goal,
             stopping=self.stopping,
-            checks=Checks(public=self.experiment.pretrained),
+            checks=Checks(public=self.experiment.public),
             logging=Logging(resume=True),
         )
         unlearn.run(observer)
@@ -139,7 +139,7 @@ class _Rounds:
         how = Checking(
             forget=unlearning.records.forget,
             retain=unlearning.records.retain,
-            public=self.experiment.pretrained,
+            public=self.experiment.public,
             goal=self.goal,
             reading=unlearning.records.reading,
             prompts=unlearning.prompts,

@@ -155,7 +155,7 @@ class OpenUnlearningEncoder:
             ids = ids[: self.encoding.truncate_to]
             if len(ids) <= start:
                 raise MpuError(
-                    f"{location}: the prompt alone is longer than --reading max_length {self.encoding.truncate_to}"
+                    f"{location}: the prompt alone is longer than --reading max_length={self.encoding.truncate_to}"
                 )
         if len(ids) <= start:
             raise MpuError(f"{location}: the answer adds no tokens with this tokenizer and template")
@@ -165,7 +165,7 @@ class OpenUnlearningEncoder:
         if longest is not None and len(ids) > longest:
             raise MpuError(
                 f"{location}: {len(ids)} tokens, but the model reads at most {longest}",
-                f"shorten it, or truncate records with --reading max_length {longest}",
+                f"shorten it, or truncate records with --reading max_length={longest}",
             )
         return Item(tuple(ids), start, tuple(prompt), location)
 

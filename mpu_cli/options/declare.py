@@ -166,12 +166,12 @@ class Declaration:
         allowed = self.range or Range()
         if not isinstance(value, int | float) or isinstance(value, bool) or value in allowed:
             return
-        label = f"{where}{self.name} =" if where else self.flag
+        label = f"{where}{self.name} = " if where else f"{self.flag}{'=' if self.fold else ' '}"
         is_finite = abs(value) < math.inf
         if is_finite and not is_computable(value):
-            raise UsageError(f"{label} {value}: must be 0 or between {SMALLEST:g} and {LARGEST:g} in size")
+            raise UsageError(f"{label}{value}: must be 0 or between {SMALLEST:g} and {LARGEST:g} in size")
         finite = "" if is_finite or allowed == Range() else "finite and "
-        raise UsageError(f"{label} {value}: must be {finite}{allowed}")
+        raise UsageError(f"{label}{value}: must be {finite}{allowed}")
 
 
 def option(
@@ -369,7 +369,8 @@ def unfold(fold: Fold, texts: Iterable[str], declarations: Mapping[str, Declarat
             continue
         last: Declaration | None = None
         for part in text.split(","):
-            key, equals, value = part.strip().partition("=")
+            key, equals, value = part.partition("=")
+            key = key.strip()
             if last and last.kind in (tuple, str) and not last.choices and key not in members:
                 values[last.name] = f"{values[last.name]},{part}"
                 continue

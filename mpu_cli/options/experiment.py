@@ -57,7 +57,7 @@ class Experiment(Options):
         "original",
         "Reference model of npo, dpo, undial and kl: the one before unlearning, or each round's own copy.",
     )
-    pretrained: str | None = option(None, "Public model that BASE was fine-tuned from.", metavar="MODEL")
+    public: str | None = option(None, "Public model that BASE was fine-tuned from.", metavar="MODEL")
     secret_seed: int | None = option(
         None, "Seed of the server's secrets, for repeatable experiments only.", least=0, below=2**64
     )

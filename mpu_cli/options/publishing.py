@@ -32,7 +32,7 @@ class Copies(Options):
 
     copies: int | None = option(
         None,
-        "Number of copies, m (default: 3, or as many as --nodes or --alphas name; 1 where --pretrained chooses the "
+        "Number of copies, m (default: 3, or as many as --nodes or --alphas name; 1 where --public chooses the "
         "noise). With 1, nothing cancels: --permanent-noise alone.",
         metavar="M",
     )
@@ -75,13 +75,13 @@ class Disguise(Copies):
     mark: float | None = option(
         None,
         "Size of the mark by which `mpu trace` finds the publication that a model came from, as a share of a copy's "
-        f"noise; 0 for none (default: {HIDING_MARK:g} where --pretrained chooses the noise, else 0).",
+        f"noise; 0 for none (default: {HIDING_MARK:g} where --public chooses the noise, else 0).",
         metavar="SHARE",
         least=0,
     )
     kappa: float | None = option(
         None,
-        "Scale of the noise that cancels: σ of a block = κ · RMS of its task vector. --pretrained, with neither this "
+        "Scale of the noise that cancels: σ of a block = κ · RMS of its task vector. --public, with neither this "
         f"nor --permanent-noise, chooses both so that they hide the task vector (default otherwise: {KAPPA:g}).",
         least=0,
     )
@@ -94,7 +94,7 @@ class Disguise(Copies):
     max_noise: float | None = option(
         None,
         "Lower the noise of a block to at most this share of the RMS of its weights; a mark comes on top (default: "
-        f"{MOST_OF_WEIGHTS:g} where --pretrained chooses the noise).",
+        f"{MOST_OF_WEIGHTS:g} where --public chooses the noise).",
         metavar="SHARE",
         above=0,
     )
@@ -126,7 +126,7 @@ class Disguise(Copies):
         if self.count == 1 and not self.sets_scale:
             raise UsageError(
                 "--copies 1: its noise has to be permanent, because nothing cancels it",
-                "give --permanent-noise, or --pretrained to have it chosen",
+                "give --permanent-noise, or --public to have it chosen",
             )
         if self.count == 1 and self.kappa:
             raise UsageError(

@@ -414,7 +414,7 @@ def calibrate(options: CalibrationOptions, smallest_alpha: float) -> Calibration
     adversary, bound, rounds = options.adversary, options.bound, options.budget_rounds
     if bound == "classical":
         if epsilon > 1:
-            raise UsageError(f"--bound classical is valid only for ε ≤ 1, not {epsilon:g}", "use --bound analytic")
+            raise UsageError(f"--dp bound=classical is valid only for ε ≤ 1, not {epsilon:g}", "use bound=analytic")
         multiplier = math.sqrt(2 * math.log(1.25 / delta)) / epsilon
     else:
         try:
@@ -424,13 +424,13 @@ def calibrate(options: CalibrationOptions, smallest_alpha: float) -> Calibration
         multiplier = float(get_sigma_gaussian(epsilon, delta))
     if norm.sf(DOUBLE_REACH - 1 / multiplier) > TAIL * delta:
         raise UsageError(
-            f"--dp epsilon {epsilon:g} at --dp delta {delta:g}: needs so little noise that the cut-off of our normals, "
+            f"--dp epsilon={epsilon:g} at --dp delta={delta:g}: needs so little noise that the cut-off of our normals, "
             f"at {DOUBLE_REACH:.1f} σ, would show",
             "choose a smaller ε or a larger δ",
         )
     needed = multiplier * math.sqrt(rounds) * sensitivity
     if not math.isfinite(needed):
-        raise UsageError(f"--dp epsilon {epsilon:g} at --dp delta {delta:g}: no finite noise achieves this")
+        raise UsageError(f"--dp epsilon={epsilon:g} at --dp delta={delta:g}: no finite noise achieves this")
     copy_sigma, shared = (needed / smallest_alpha, 0.0) if adversary == "one-copy" else (0.0, needed)
     return Calibration(
         epsilon=epsilon, delta=delta, sensitivity=sensitivity, adversary=adversary, bound=bound, rounds=rounds,

@@ -325,7 +325,7 @@ def _check_pretrained_differs(plan: PublishPlan, reports: Sequence[BlockReport])
     if plan.pretrained and scaled and all(report.rms == 0 for report in reports if report.copies):
         raise MpuError(
             f"{plan.pretrained.source}: has the weights of {plan.base.source}, so there is nothing to scale noise to",
-            "name the public model that yours was fine-tuned from with --pretrained",
+            "name the public model that yours was fine-tuned from with --public",
         )
 
 

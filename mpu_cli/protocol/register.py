@@ -160,7 +160,7 @@ def enter_permanent(path: Path, entry: RegisterEntry, requested: Mapping[str, fl
             raise MpuError(
                 f"permanent noise of another scale than in round {same[-1].round} of run {same[-1].run}, which "
                 "published the same base: whoever gets both averages the noise away",
-                f"use the same --permanent-noise, --max-noise and --pretrained; or {OVERRIDE}",
+                f"use the same --permanent-noise, --max-noise and --public; or {OVERRIDE}",
             )
         scales = {block: earlier.get(block, sigma) if alike else sigma for block, sigma in requested.items()}
         return _append(

@@ -256,9 +256,9 @@ def remarks_on_plan(plan: PublishPlan) -> Iterator[Remark]:
     if not noise:
         yield Remark("no noise: whoever aligns a copy with the public model has the weights")
     elif plan.pretrained is None and not publication.calibration:
-        yield Remark("no --pretrained: the noise is scaled to the weights themselves, not to what fine-tuning changed")
+        yield Remark("no --public: the noise is scaled to the weights themselves, not to what fine-tuning changed")
     if noise and not publication.permanent and publication.copies > 1:
-        yield Remark("this noise cancels for whoever has all copies; --pretrained alone chooses permanent noise")
+        yield Remark("this noise cancels for whoever has all copies; --public alone chooses permanent noise")
     if not publication.seed_is_secret:
         yield Remark(
             "--seed is for repeatable experiments: whoever knows or guesses it can undo these copies", is_warning=True
@@ -326,7 +326,7 @@ def _without_pretrained(plan: PublishPlan, published: Published) -> Iterator[Rem
     by_copies = f" ({combined:.2g} with all copies)" if publication.copies > 1 else ""
     yield Remark(
         "these copies give the weights away: by aligning one with a public model of the family, a client recovers "
-        f"them to within {per_copy:.2g} of their size{by_copies}; `mpu audit` shows it. With --pretrained, the public "
+        f"them to within {per_copy:.2g} of their size{by_copies}; `mpu audit` shows it. With --public, the public "
         "model that yours was fine-tuned from, publish chooses noise that hides what fine-tuning changed",
         is_warning=True,
         is_leak=True,

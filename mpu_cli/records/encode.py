@@ -349,13 +349,13 @@ class Encoding:
             self.truncated.append(record.location)
             if all(label == IGNORED for label in labels):
                 return MpuError(
-                    f"{record.location}: the prompt alone is longer than --reading max_length {self.truncate_to}"
+                    f"{record.location}: the prompt alone is longer than --reading max_length={self.truncate_to}"
                 )
         longest = self.limits.longest
         if longest is not None and len(ids) > longest:
             return MpuError(
                 f"{record.location}: {len(ids)} tokens, but the model accepts at most {longest}",
-                f"shorten it, or truncate records with --reading max_length {longest}",
+                f"shorten it, or truncate records with --reading max_length={longest}",
             )
         return [Example(ids, labels, min(content_end, len(ids)))]
 
@@ -396,11 +396,11 @@ def template_variables(assignments: Sequence[str]) -> dict[str, object]:
         name, equals, value = (part.strip() for part in assignment.partition("="))
         if name in forms.RESERVED or name.startswith("mpu_") or name == "date_string":
             raise UsageError(
-                f"--reading template_option {assignment}: {name} is mpu's own (--reading date for the date)"
+                f"--reading template_option={assignment}: {name} is mpu's own (--reading date for the date)"
             )
         if not (equals and name.isidentifier()):
             raise UsageError(
-                f"--reading template_option {assignment}: expected NAME=VALUE, such as enable_thinking=false"
+                f"--reading template_option={assignment}: expected NAME=VALUE, such as enable_thinking=false"
             )
         try:
             variables[name] = json.loads(value)
@@ -451,7 +451,7 @@ def _hint(record: Record, problem: object) -> str | None:
     """What to do about a dialogue that a template rejected, if the template's date or the dialogue's roles tell; None
     where the template's own words name the system's, which every record may have."""
     if forms.COMPUTED_DATE in str(problem):
-        return "its date cannot be fixed: use --reading template=plain, or write the format into strftime_now"
+        return "--reading date cannot fix its date: use --reading template=plain, or write the format into strftime_now"
     if "system" in str(problem).lower():
         return None
     roles = [turn.role for turn in record.turns if turn.role != "system"]

@@ -263,7 +263,7 @@ def parse_date(text: str) -> date:
             return datetime.strptime(text, form).date()
         except ValueError:
             continue
-    raise UsageError(f"--reading date {text!r}: not a date such as {DATE!r} or 2025-04-10")
+    raise UsageError(f"--reading date={text!r}: not a date such as {DATE!r} or 2025-04-10")
 
 
 def template_date(tokenizer: PreTrainedTokenizerBase, text: str) -> dict[str, object]:

@@ -678,7 +678,7 @@ def benchmark_rows(corpus: Corpus, split: str, data_dir: Path | None, config: st
     Raises MpuError if the split does not exist, listing those that do.
     """
     if data_dir and not data_dir.is_dir():
-        raise MpuError(f"--reading data_dir {data_dir}: no such directory")
+        raise MpuError(f"--reading data_dir={data_dir}: no such directory")
     if data_dir is None:
         return _long_enough(corpus, _rows_of_corpus(corpus, split, config))
     folder = data_dir / config if config else data_dir

@@ -171,7 +171,7 @@ def check_logging(logging: Logging, privacy: Privacy) -> None:
     if privacy.dp_epsilon is not None and (logging.resume or logging.log or logging.report_to):
         raise UsageError("--dp epsilon does not work with --resume, --log or --training report_to")
     if (name := logging.report_to) and find_spec(name) is None:
-        raise MpuError(f"--training report_to {name} needs {name}", f"install it with pip install {name}")
+        raise MpuError(f"--training report_to={name} needs {name}", f"install it with pip install {name}")
 
 
 def check_reference_file(path: Path, manifest: CopyManifest | None, options: Unlearning, objective: Objective) -> bool:
@@ -203,7 +203,7 @@ def check_suits(
     depth, layer = model.config.get_text_config().num_hidden_layers, objective.constants.layer
     if (objective.algorithm.hidden or objective.retain_outputs == "hidden") and layer >= depth - 1:
         raise UsageError(
-            f"--constants layer {layer}: the model has {depth} layers, counted from 0, and the last one's output is "
+            f"--constants layer={layer}: the model has {depth} layers, counted from 0, and the last one's output is "
             "only available after the final norm",
             "choose a lower one",
         )

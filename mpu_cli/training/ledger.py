@@ -192,7 +192,7 @@ def write_down(
             if spent > budget:
                 reason = f" (some had no bound for this unit, or δ = {delta:g} is used up)" if math.isinf(spent) else ""
                 raise MpuError(
-                    f"--dp budget {budget:g}: with this one, the {len(before) + 1} in {path} would spend ε = "
+                    f"--dp budget={budget:g}: with this one, the {len(before) + 1} in {path} would spend ε = "
                     f"{spent:.3g}{reason}",
                     "nothing was trained or released; a higher budget says more of your records",
                 )

@@ -52,7 +52,7 @@ def adapted_parameters(model: PreTrainedModel, lora: Lora, among: Collection[str
         if not any(_matches(name, target) for name in layers):
             available_targets = sorted({name.rsplit(".", 1)[-1] for name in layers})
             raise UsageError(
-                f"--lora targets {target}: matches no linear layer of this model (it has "
+                f"--lora targets={target}: matches no linear layer of this model (it has "
                 f"{', '.join(available_targets)})"
             )
     adapted = {}

@@ -36,7 +36,7 @@ def remarks_on_warmup(training: Training, steps: int) -> list[str]:
         return []
     length = counted(steps, "step")
     return [
-        f"--training warmup_steps {training.warmup_steps}: the training has {length}, so its rate never gets to --lr"
+        f"--training warmup_steps={training.warmup_steps}: the training has {length}, so its rate never gets to --lr"
     ]
 
 

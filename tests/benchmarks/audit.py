@@ -59,7 +59,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|")
     for symmetries in ("paper", "all"):
         for kappa in options.kappas.split(","):
-            chosen = ("--symmetries", symmetries, "--pretrained", reference)
+            chosen = ("--symmetries", symmetries, "--public", reference)
             run_measured(
                 *MPU,
                 "publish",

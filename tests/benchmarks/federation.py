@@ -20,6 +20,7 @@ from safetensors.torch import load_file
 
 from tests.helpers.federation import BUNDLE, network, wait_for
 from tests.helpers.shapes import make
+from tests.helpers.trainings import for_run
 
 TRAINING = [
     "--algo",
@@ -97,7 +98,18 @@ def main(folder: Path, model: Path, forget: Path, retain: Path) -> None:
     noise = ["--copies", "2", "--kappa", "0.01"]
     began = time.monotonic()
     run = mpu(
-        "run", model, *records, *TRAINING, *noise, "--rounds", 2, "--secret-seed", 3, "--out", folder / "run", "--keep"
+        "run",
+        model,
+        *records,
+        *for_run(TRAINING),
+        *noise,
+        "--rounds",
+        2,
+        "--secret-seed",
+        3,
+        "--out",
+        folder / "run",
+        "--keep",
     )
     subprocess.run(run, check=True)
     print(f"mpu run: {time.monotonic() - began:.0f} s")

@@ -117,7 +117,7 @@ def main(options: argparse.Namespace) -> None:
     keys = ("--keys", folder / "keys.bin")
     if not options.fast:
         public = make_relative(base, folder / "public")
-        time_publish(base, folder, 1, options.repeat, "--pretrained", public)
+        time_publish(base, folder, 1, options.repeat, "--public", public)
         shutil.rmtree(public)
         shutil.rmtree(folder / "copy_1")
     for copies in options.copies:

@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> None:
         patch.setattr(unlearn, "Watching", Recording)
         patch.setattr(sys, "exit", lambda _: None)
         for command in (
-            ["publish", model, "--pretrained", public, "--symmetries", "none", "--seed", seed, "--out", folder,
+            ["publish", model, "--public", public, "--symmetries", "none", "--seed", seed, "--out", folder,
              "--keys", f"{folder}/keys.bin"],
             ["unlearn", f"{folder}/copy_1", "--forget", forget, "--retain", retain, "--unseen", unseen, "--max-steps",
              steps, "--seed", seed, "--out", f"{folder}/d.safetensors"],

@@ -59,7 +59,7 @@ def test_lines_for_people(mpu: Callable, root: Path) -> None:
     planned = mpu("publish", "base", "--copies", 2, "--dry-run", cwd=root)
     labels = [line.split("\t")[0] for line in planned.out.splitlines()]
     assert labels == ["reads", *["writes"] * 3, "memory", "disk", "note"]
-    assert "no --pretrained: the noise is scaled to the weights themselves" in planned.err
+    assert "no --public: the noise is scaled to the weights themselves" in planned.err
     assert "this noise cancels for whoever has all copies" in planned.err
     bare = mpu("publish", "base", "--copies", 2, "--kappa", 0, "--dry-run", cwd=root).err
     assert "no noise: whoever aligns a copy with the public model has the weights" in bare

@@ -15,7 +15,7 @@ from mpu_cli.files.sealing import default_identity_path
 from mpu_cli.training.ledger import default_ledger_path
 from tests.helpers.attacks import publish_copies, unlearn_copy
 from tests.helpers.models import random_model, save
-from tests.helpers.trainings import BRIEF
+from tests.helpers.trainings import BRIEF, for_run
 
 
 def state_of(folder: Path) -> dict[str, tuple]:
@@ -98,7 +98,7 @@ def test_secrets_and_the_register_are_described(mpu: Callable, tmp_path: Path) -
 @pytest.mark.slow
 def test_everything_that_mpu_makes_can_be_inspected(mpu: Callable, root: Path) -> None:
     """Every file and folder that a run and an evaluation leave says what it is, and no two kinds look alike."""
-    run = ("run", "base", *BRIEF, "--copies", 2, "--rounds", 1, "--keep")
+    run = ("run", "base", *for_run(BRIEF), "--copies", 2, "--rounds", 1, "--keep")
     planned = mpu(*run, "--dry-run", "--json", cwd=root).json
     assert not (root / "run").exists()
     mpu(*run, cwd=root)

@@ -23,6 +23,7 @@ from mpu_cli.flower.spool import Spool, digest_of
 from tests.helpers.federation import BUNDLE, Network, network, wait_for
 from tests.helpers.models import random_model, save, write_records
 from tests.helpers.protocol import tensors
+from tests.helpers.trainings import for_run
 from tests.protocol.test_server import write_delta
 
 TRAINING = ["--algo", "npo", "--reading", "template=plain", "--lr", "1e-3", "--batch-size", "3", "--epochs", "2"]
@@ -109,7 +110,8 @@ class TestWatch:
             assert mpu("watch", spool.root, *records(root, "a"), *TRAINING, *work, "--once").out == ""
             mpu("aggregate", deltas, "--keys", root / f"r{number}/keys.bin", "--out", root / f"r{number}/model")
             base = root / f"r{number}/model"
-        mpu("run", root / "base", *records(root, "a"), *TRAINING, "--copies", 2, "--kappa", 0.05, "--secret-seed", 3,
+        mpu("run", root / "base", *records(root, "a"), *for_run(TRAINING), "--copies", 2, "--kappa", 0.05,
+            "--secret-seed", 3,
             "--rounds", 2, "--out", root / "run")  # fmt: skip
         expected = tensors(root / "run/server/round_2/model")
         assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors(base).items())
@@ -190,7 +192,7 @@ class TestFlower:
         """The node, the data owner's training and the SuperLink are killed; the model is that of ``mpu run``."""
         options = ["--copies", "2", "--kappa", "0.05"]
         training = [*TRAINING, "--epochs", "30"]
-        mpu("run", root / "base", *records(root, "a"), *training, *options, "--secret-seed", 3, "--rounds", 2,
+        mpu("run", root / "base", *records(root, "a"), *for_run(training), *options, "--secret-seed", 3, "--rounds", 2,
             "--out", root / "run")  # fmt: skip
         expected = tensors(root / "run/server/round_2/model")
         with network(root / "net", "a") as net:

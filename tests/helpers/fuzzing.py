@@ -459,6 +459,7 @@ READERS: dict[str, tuple[str, ...] | str] = {
     "lab/sweep.py": "what mpu itself printed",
     "measuring/benchmarks/base.py": ("records",),
     "measuring/endpoint.py": ("reply",),
+    "measuring/frame.py": ("result",),
     "measuring/receipt.py": ("receipt",),
     "measuring/results.py": ("tokenizer config",),
     "measuring/retain.py": ("result",),

@@ -108,8 +108,8 @@ def test_names_without_their_prefix(mpu: Callable, tmp_path: Path) -> None:
     """A GPT-2 stored like the first ones on the Hub is the same reference."""
     base = save(random_model("gpt2"), tmp_path / "base")
     reference = save(random_model("gpt2", seed=1), tmp_path / "reference")
-    mpu("publish", base, "--pretrained", reference, "--copies", 2, "--out", tmp_path, "--keys", tmp_path / "k.bin")
-    arguments = ("audit", tmp_path / "copy_1", tmp_path / "copy_2", "--base", base, "--json", "--pretrained", reference)
+    mpu("publish", base, "--public", reference, "--copies", 2, "--out", tmp_path, "--keys", tmp_path / "k.bin")
+    arguments = ("audit", tmp_path / "copy_1", tmp_path / "copy_2", "--base", base, "--json", "--public", reference)
     expected = mpu(*arguments).json["attacks"]
     path = reference / "model.safetensors"
     save_file({n.removeprefix("transformer."): t for n, t in load_file(path).items()}, path)
@@ -147,7 +147,7 @@ def test_two_copies_of_one_draw_are_enough(mpu: Callable, tmp_path: Path) -> Non
 def test_real_weights(mpu: Callable, tmp_path: Path) -> None:
     """The paper's defaults on a real checkpoint: a public relative gives the task vector away, both copies the rest."""
     models = SHARED / "models"
-    common = ("--pretrained", models / "pretrained")
+    common = ("--public", models / "pretrained")
     mpu(
         "publish",
         models / "full",
@@ -231,7 +231,7 @@ def test_singular_values_find_what_has_low_rank(rank: int) -> None:
 def test_publish_foresees_what_audit_finds(mpu: Callable, tmp_path: Path, noise: tuple) -> None:
     """Within five points, with no other option than the public model, too."""
     models = SHARED / "models"
-    public = ("--pretrained", models / "pretrained")
+    public = ("--public", models / "pretrained")
     outcome = mpu(
         "publish", models / "full", *public, *noise, "--seed", 1, "--dtype", "float32", "--json", cwd=tmp_path
     )
@@ -290,7 +290,7 @@ def test_what_would_be_a_false_all_clear(mpu: Callable, tmp_path: Path) -> None:
     other = save(random_model("llama", seed=1), tmp_path / "other")
     wrong = mpu("audit", "a/copy_1", "--base", other, "--keys", "a/keys.bin", check=False, cwd=tmp_path)
     assert (wrong.status, "is not the model that was published" in wrong.err) == (1, True)
-    same = mpu("audit", "a/copy_1", "--base", base, "--pretrained", base, check=False, cwd=tmp_path)
+    same = mpu("audit", "a/copy_1", "--base", base, "--public", base, check=False, cwd=tmp_path)
     assert (same.status, "the same weights as --base" in same.err) == (2, True)
 
 

@@ -37,6 +37,7 @@ from tests.conftest import Outcome
 from tests.helpers.models import DemoModel, random_model, save, write_records
 from tests.helpers.protocol import distance, tensors
 from tests.helpers.stopping import stop_when
+from tests.helpers.trainings import for_run
 
 SAME_THREADS = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
 TRAINING = ("--algo", "graddiff", "--epochs", 2, "--lr", 1e-3, "--batch-size", 4, "--optim", "adamw-blockwise")
@@ -86,9 +87,9 @@ class TestRun:
     @pytest.mark.slow
     def test_is_the_commands(self, mpu: Callable, root: Path) -> None:
         """Two rounds of `mpu run` equal two rounds of publish, unlearn and aggregate, to the last bit."""
-        noise = ("--pretrained", "reference", "--kappa", 0.05, "--permanent-noise", 0.01)
+        noise = ("--public", "reference", "--kappa", 0.05, "--permanent-noise", 0.01)
         printed = mpu(
-            "run", "base", *noise, *TRAINING, "--rounds", 2, "--secret-seed", 7, "--out", "whole", cwd=root
+            "run", "base", *noise, *for_run(TRAINING), "--rounds", 2, "--secret-seed", 7, "--out", "whole", cwd=root
         ).out
         assert printed.strip() == "whole/server/round_2/model"
         base = "base"
@@ -106,7 +107,7 @@ class TestRun:
 
     @pytest.mark.slow
     def test_clean_is_training_on_the_base(self, mpu: Callable, root: Path) -> None:
-        mpu("run", "base", "--mode", "clean", *TRAINING, "--rounds", 1, "--out", "clean", cwd=root)
+        mpu("run", "base", "--mode", "clean", *for_run(TRAINING), "--rounds", 1, "--out", "clean", cwd=root)
         mpu("unlearn", "base", *TRAINING, "--out", "delta.safetensors", cwd=root)
         base, change = tensors(root / "base"), tensors(root / "delta.safetensors")
         after = tensors(root / "clean/server/round_1/model")
@@ -117,9 +118,9 @@ class TestRun:
     def test_clean_is_uninterrupted(self, mpu: Callable, root: Path) -> None:
         """All epochs in one training; clean-rounds begins anew in each round."""
         epochs = TRAINING[TRAINING.index("--epochs") + 1]
-        rounds = ("--rounds", 2, "--optim", "adamw")
+        rounds = ("--rounds", 2, "--unlearn", "optim=adamw")
         for mode in ("clean", "clean-rounds"):
-            mpu("run", "base", "--mode", mode, *TRAINING, *rounds, "--out", mode, cwd=root)
+            mpu("run", "base", "--mode", mode, *for_run(TRAINING), *rounds, "--out", mode, cwd=root)
         mpu(
             "unlearn",
             "base",
@@ -143,7 +144,7 @@ class TestRun:
     @pytest.mark.exhaustive
     def test_stops_before_copies_disagree(self, mpu: Callable, root: Path) -> None:
         """The result is the last round whose copies agreed, also if the run is asked for again."""
-        run = ("run", "base", *TRAINING, "--rounds", 3, "--secret-seed", 1, "--kappa", 0.05)
+        run = ("run", "base", *for_run(TRAINING), "--rounds", 3, "--secret-seed", 1, "--kappa", 0.05)
         mpu(*run, "--out", "whole", "--keep", cwd=root)
         log = [json.loads(line) for line in (root / "whole/log.jsonl").read_text().splitlines()]
         cosines = [line["smallest_pairwise_cosine"] for line in log if line["step"] == "aggregate"]
@@ -161,8 +162,8 @@ class TestRun:
     def test_noised_keeps_the_noise(self, mpu: Callable, root: Path) -> None:
         """θ₁ = θ₀ + ε + Δ(θ₀ + ε), ε of scale κ·mean(α)."""
         mpu(
-            "run", "base", "--pretrained", "reference", "--mode", "noised", "--kappa", 0.2, "--publish", "alphas=1,3",
-            *TRAINING, "--rounds", 1, "--out", "noised", "--keep", cwd=root,
+            "run", "base", "--public", "reference", "--mode", "noised", "--kappa", 0.2, "--publish", "alphas=1,3",
+            *for_run(TRAINING), "--rounds", 1, "--out", "noised", "--keep", cwd=root,
         )  # fmt: skip
         copy = tensors(root / "noised/client/round_1/copy_1")
         delta = tensors(root / "noised/server/round_1/deltas/copy_1.safetensors")
@@ -217,7 +218,7 @@ class TestRun:
 
     @pytest.mark.slow
     def test_goes_on_after_a_kill(self, mpu: Callable, root: Path) -> None:
-        arguments = ["run", "base", *TRAINING, "--rounds", 2, "--secret-seed", 3]
+        arguments = ["run", "base", *for_run(TRAINING), "--rounds", 2, "--secret-seed", 3]
         mpu(*arguments, "--out", "whole", cwd=root)
         first_delta = "stopped/server/round_1/deltas/copy_1*"
         stop_when([*arguments, "--out", "stopped"], lambda: list(root.glob(first_delta)), cwd=root, env=SAME_THREADS)
@@ -237,7 +238,7 @@ class TestRun:
     @pytest.mark.exhaustive
     def test_goes_on_in_the_third_round(self, mpu: Callable, root: Path) -> None:
         """No step is repeated, whether the run was killed or had finished; a concurrent run is rejected."""
-        arguments = ("run", "base", *TRAINING, "--rounds", 3, "--secret-seed", 3, "--out", "out")
+        arguments = ("run", "base", *for_run(TRAINING), "--rounds", 3, "--secret-seed", 3, "--out", "out")
         second: list[Outcome] = []
 
         def in_round_3() -> bool:
@@ -261,27 +262,32 @@ class TestRun:
     @pytest.mark.slow
     def test_what_is_wrong_is_known_before_anything_is_made(self, mpu: Callable, root: Path) -> None:
         for wrong in (("--epochs", 0), ("--aggregate", "server_lr=nan"), ("--secret-seed", -1), ("--kappa", -1)):
-            refused = mpu("run", "base", *TRAINING, "--rounds", 1, *wrong, "--out", "out", cwd=root, check=False)
+            refused = mpu(
+                "run", "base", *for_run(TRAINING), "--rounds", 1, *wrong, "--out", "out", cwd=root, check=False
+            )
             assert refused.status == 2
             assert refused.is_one_error
-        mpu("run", "base", *TRAINING, "--rounds", 1, "--out", "out", cwd=root)
+        mpu("run", "base", *for_run(TRAINING), "--rounds", 1, "--out", "out", cwd=root)
 
     @pytest.mark.slow
     def test_other_options_in_the_same_folder(self, mpu: Callable, root: Path) -> None:
-        command = ("run", "base", *TRAINING, "--rounds", 1, "--out", "out")
+        command = ("run", "base", *for_run(TRAINING), "--rounds", 1, "--out", "out")
         mpu(*command, cwd=root)
         again = mpu(*command, cwd=root)
         assert again.out.strip() == "out/server/round_1/model"
         mpu(*command, "--kappa", 0.3, cwd=root, fails="experiment.kappa not set → 0.3", status=1)
         (root / "mine").mkdir()
         (root / "mine" / "thesis.txt").write_text("all of it")
-        assert "holds no experiment" in mpu("run", "base", *TRAINING, "--out", "mine", cwd=root, check=False).err
+        assert (
+            "holds no experiment" in mpu("run", "base", *for_run(TRAINING), "--out", "mine", cwd=root, check=False).err
+        )
 
     @pytest.mark.slow
     def test_what_each_party_holds(self, mpu: Callable, root: Path) -> None:
         """No key, α or base weight in the client's folder; no record in the server's."""
         mpu(
-            "run", "base", "--pretrained", "reference", "--kappa", 0.05, "--publish", "alphas=1.2345,2.3456", *TRAINING,
+            "run", "base", "--public", "reference", "--kappa", 0.05, "--publish", "alphas=1.2345,2.3456",
+            *for_run(TRAINING),
             "--rounds", 1, "--keep", "--out", "out", cwd=root,
         )  # fmt: skip
         server, client = root / "out/server", root / "out/client"
@@ -621,7 +627,7 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
             ('base = "base"\neval = 3', "[eval]"),
             ('base = "base"\nkappa = []', "needs a value"),
             ('base = "base"\nserver_lr = "auto"', "add --probe FILE"),
-            ('base = "base"\n[eval]\nbenchmark = "nope"', "must be one of tofu, muse, wmdp, qa"),
+            ('base = "base"\n[eval]\nbenchmark = "nope"', "must be one of muse, qa, tofu, wmdp"),
         ],
     )
     def test_bad_input(self, mpu: Callable, root: Path, text: str, said: str) -> None:
@@ -662,15 +668,28 @@ def test_finetune_learns(mpu: Callable, root: Path) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        "", "--pretrained reference", "--pretrained reference --copies 3", "--pretrained reference --kappa 0.5",
-        "--pretrained reference --permanent-noise 2 --copies 1", "--pretrained reference --mark 0 --max-noise 0.02",
+        "", "--public reference", "--public reference --copies 3", "--public reference --kappa 0.5",
+        "--public reference --permanent-noise 2 --copies 1", "--public reference --mark 0 --max-noise 0.02",
         "--copies 2 --noise zero-sum --kappa 0.3 --mark 0.2", "--copies 1 --permanent-noise 0.1",
     ],
 )  # fmt: skip
 def test_a_rehearsal_publishes_what_publish_does(mpu: Callable, root: Path, options: str) -> None:
     """`run` and `plan` have the copies and the noise of `publish` with the same options."""
     mpu("publish", "base", *options.split(), cwd=root)
-    mpu("run", "base", *TRAINING, *options.split(), "--rounds", 1, "--epochs", 1, "--keep", "--out", "out", cwd=root)
+    mpu(
+        "run",
+        "base",
+        *for_run(TRAINING),
+        *options.split(),
+        "--rounds",
+        1,
+        "--epochs",
+        1,
+        "--keep",
+        "--out",
+        "out",
+        cwd=root,
+    )
     keys = unseal(root / "keys.bin", read_identities(default_identity_path()))
     rehearsed_keys = unseal(root / "out/server/round_1/keys.bin", read_identities(root / "out/server/identity.txt"))
     published, rehearsed = keys.publication, rehearsed_keys.publication

@@ -390,7 +390,7 @@ class TestCommand:
         (["--forget-split", "forget01", "--metrics", "forget_quality"], 2, "needs --retain-log"),
         (["--forget-split", "forget01", "--metrics", "mia_reference"], 2, "--reference-model"),
         (["--forget-split", "forget01", "--retain-log", "{tofu}/holdout01.json"], 1, "holdout01.json: not JSON"),
-        (["--forget-split", "forget01", "--batch-size", "0"], 2, "at least 1"),
+        (["--forget-split", "forget01", "--scoring", "batch_size=0"], 2, "at least 1"),
         (["--forget-split", "forget01", "--plot", "picture.jpg"], 2, ".png, .svg, .pdf, .html"),
         (["--benchmark", "muse"], 1, "no split"),
         (["--benchmark", "qa", "--forget", "{tofu}/missing.json"], 1, "missing.json"),

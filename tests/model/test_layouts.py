@@ -130,7 +130,7 @@ def test_experts_apart_beside_a_pretrained_models_stack(mpu: Callable, root: Pat
     public.save_pretrained(root / "stacked", save_original_format=False)
     checkpoints = []
     for name in ("apart", "stacked"):
-        mpu("publish", "base", "--pretrained", name, "--seed", 1, "--copies", 2, "--out", name, "--keys", f"{name}.bin",
+        mpu("publish", "base", "--public", name, "--seed", 1, "--copies", 2, "--out", name, "--keys", f"{name}.bin",
             cwd=root)  # fmt: skip
         checkpoints.append(load_file(root / name / "copy_1" / WEIGHTS))
     assert all(torch.equal(tensor, checkpoints[1][name]) for name, tensor in checkpoints[0].items())

@@ -39,7 +39,7 @@ def test_at_equal_forgetting_a_lossy_copy_costs_less(mpu: Callable, tmp_path: Pa
             ("--permanent-noise", 0.5, "--seed", draw) if name == "lossy" else ("--kappa", 0, "--symmetries", "none")
         )
         seed = ("--seed", draw) if name == "clean" else ()
-        mpu("publish", full, "--pretrained", public, "--copies", 1, *noise, "--dtype", "float32", cwd=root)
+        mpu("publish", full, "--public", public, "--copies", 1, *noise, "--dtype", "float32", cwd=root)
         mpu("unlearn", "copy_1", *records, *TRAINING, *seed, cwd=root)
         mpu("aggregate", "deltas", "--keys", "keys.bin", "--dtype", "float32", cwd=root)
         scored.towards(root / "unlearned")

@@ -36,7 +36,7 @@ def publish(mpu: Callable, model: Path, name: str) -> Path:
         weights = load_file(public / "model.safetensors")
         save_file({n: x + 0.02 * torch.randn_like(x) for n, x in weights.items()}, public / "model.safetensors")
     out = model.parent / name
-    mpu("publish", model, "--pretrained", public, *PUBLISHED, "--out", out, "--keys", out.with_suffix(".bin"))
+    mpu("publish", model, "--public", public, *PUBLISHED, "--out", out, "--keys", out.with_suffix(".bin"))
     return out
 
 

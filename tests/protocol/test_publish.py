@@ -42,7 +42,7 @@ class TestPublish:
     def test_noise_has_the_scale_asked_for(self, mpu, tmp_path, base):
         """σ of a block, measured in the files, is α_k·κ·RMS(base − reference)."""
         reference = save(random_model("llama", seed=5), tmp_path / "reference")
-        mpu("publish", base, "--pretrained", reference, "--kappa", 0.3, "--alphas", "1,3", "--symmetries", "none",
+        mpu("publish", base, "--public", reference, "--kappa", 0.3, "--alphas", "1,3", "--symmetries", "none",
             "--out", tmp_path, "--keys", tmp_path / "keys.bin", "--dtype", "float64")  # fmt: skip
         before, other = tensors(base), tensors(reference)
         blocks = layout_of(open_checkpoint(base).tensors, open_model(str(base)).config, "").blocks
@@ -61,11 +61,11 @@ class TestPublish:
     @pytest.mark.parametrize(
         "options",
         [
-            "--pretrained PUBLIC",
-            "--pretrained PUBLIC --mark 0.05 --max-noise 0.05 --dtype float32",
-            "--pretrained PUBLIC --copies 2 --mark 0",
-            "--pretrained PUBLIC --kappa 0.0123456789 --nodes 1,-1,0.3 --symmetries all --max-noise 0.5",
-            "--pretrained PUBLIC --permanent-noise 3.3333333 --copies 1",
+            "--public PUBLIC",
+            "--public PUBLIC --mark 0.05 --max-noise 0.05 --dtype float32",
+            "--public PUBLIC --copies 2 --mark 0",
+            "--public PUBLIC --kappa 0.0123456789 --nodes 1,-1,0.3 --symmetries all --max-noise 0.5",
+            "--public PUBLIC --permanent-noise 3.3333333 --copies 1",
             "--kappa 0.5 --permanent-noise 0.2 --mark 0.2 --noise zero-sum --alphas 1,1.7",
             "--dp epsilon=2,delta=1e-5,sensitivity=0.12345678,adversary=one-copy,budget_rounds=4",
             "--kappa 0.1 --copies 3 --copy-recipients CLIENT",
@@ -132,7 +132,7 @@ class TestPublish:
         keys = [make_identity(tmp_path / name) for name in "abc"]
         for recipients, gives_away in ((keys, False), ([keys[0]] * 3, True)):
             out = tmp_path / str(gives_away)
-            told = mpu("publish", base, "--pretrained", public, "--copies", 3, "--kappa", 1, "--copy-recipients",
+            told = mpu("publish", base, "--public", public, "--copies", 3, "--kappa", 1, "--copy-recipients",
                        ",".join(recipients), "--out", out, "--keys", out / "keys.bin", "--json")  # fmt: skip
             assert told.json["gives_weights_away"] == gives_away
             assert ("do not send these copies" in told.err) == gives_away
@@ -376,7 +376,7 @@ def test_what_naming_the_public_model_chooses(
     public = save(random_model("llama", seed=1), tmp_path / "public")
     recipient = make_identity(tmp_path / "client.txt")
     arguments = [str(option).replace("PUBLIC", recipient) for option in options]
-    mpu("publish", base, "--pretrained", public, *arguments, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+    mpu("publish", base, "--public", public, *arguments, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
     keys = keys_of(tmp_path)
     assert (keys.copies, keys.publication.kappa, keys.publication.shared_kappa) == (copies, kappa, permanent)
     assert len(list(tmp_path.glob("copy_*"))) == copies
@@ -387,7 +387,7 @@ class TestWhatThePublisherIsTold:
         """Noise of the scale of what fine-tuning changed would be none: refused, and nothing is left."""
         same = shutil.copytree(base, tmp_path / "same")
         outputs = ("--out", tmp_path / "out", "--keys", tmp_path / "k.bin")
-        mpu("publish", base, "--pretrained", same, *outputs, fails="there is nothing to scale noise to", status=1)
+        mpu("publish", base, "--public", same, *outputs, fails="there is nothing to scale noise to", status=1)
         assert not (tmp_path / "out").exists()
         assert not (tmp_path / "k.bin").exists()
 
@@ -406,14 +406,14 @@ class TestWhatThePublisherIsTold:
         [warning] = [each for each in bounded.warnings if "give the weights away" in each]
         assert float(re.search(r"to within ([\d.]+) of their size", warning)[1]) < 0.101
         public = save(random_model("llama", seed=1), tmp_path / "public")
-        published = mpu_cli.publish(base, pretrained=public, out=tmp_path / "c", keys=tmp_path / "c.bin")
+        published = mpu_cli.publish(base, public=public, out=tmp_path / "c", keys=tmp_path / "c.bin")
         assert published.leakage is not None
         assert 0 < published.leakage.one_copy < 1
 
     def test_another_reference_for_the_second_copy(self, mpu: Callable, root: Path) -> None:
         """Its noise would have another scale than its keys say."""
         save(random_model("llama", seed=5), root / "reference")
-        options = ["--pretrained", "reference", "--copies", 2, "--seed", 1, "--kappa", 0.1]
+        options = ["--public", "reference", "--copies", 2, "--seed", 1, "--kappa", 0.1]
         mpu("publish", "base", *options, "--only", 1, cwd=root)
         save(random_model("llama", seed=6), root / "reference")
         mpu("publish", "base", *options, "--only", 2, fails="another pretrained model", status=1, cwd=root)
@@ -447,7 +447,7 @@ class TestPermanentNoise:
     ) -> None:
         """Two of one scale hide what one of that over √2 does; the same base again is no other draw, and a model of
         other weights none that averages."""
-        public = ("--pretrained", save(random_model("llama", seed=1), tmp_path / "public"), "--copies", 1)
+        public = ("--public", save(random_model("llama", seed=1), tmp_path / "public"), "--copies", 1)
         updated = shutil.copytree(base, tmp_path / "updated")
         weights = tensors(base)
         torch.manual_seed(0)
@@ -507,7 +507,7 @@ class TestPermanentNoise:
         all_keys, noise = [], []
         for name, model, copies in (("a", base, 1), ("b", other, 1), ("c", other, 2)):
             # Without a mark, which is another draw in every publication.
-            options = ("--pretrained", public, "--mark", 0, "--copies", copies, "--keys", tmp_path / name / "keys.bin")
+            options = ("--public", public, "--mark", 0, "--copies", copies, "--keys", tmp_path / name / "keys.bin")
             mpu("publish", model, *options, "--out", tmp_path / name, "--symmetries", "none", "--dtype", "float64")
             all_keys.append(keys_of(tmp_path / name))
             mpu("verify", tmp_path / name / "copy_1", *options[-2:], "--no-logits")

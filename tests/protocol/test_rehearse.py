@@ -78,7 +78,7 @@ def test_records_that_the_public_model_knows_as_well_tell_nothing(
     public = shutil.copytree(demo.model, tmp_path / "public")
     weights = load_file(public / "model.safetensors")
     save_file({name: 1.001 * x for name, x in weights.items()}, public / "model.safetensors", {"format": "pt"})
-    mpu("publish", demo.model, "--pretrained", public, "--copies", 2, "--kappa", 0.1, cwd=tmp_path)
+    mpu("publish", demo.model, "--public", public, "--copies", 2, "--kappa", 0.1, cwd=tmp_path)
     options = ("--forget", demo.forget, "--retain", demo.retain, "--max-steps", 1)
     mpu("rehearse", "copy_1", "copy_2", *options, fails="no better than a model that never saw them", cwd=tmp_path)
 

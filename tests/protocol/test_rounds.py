@@ -20,7 +20,7 @@ from mpu_cli.records.read import read_records
 from tests.helpers.models import DemoModel, load, random_model, save, write_records
 from tests.helpers.protocol import distance, tensors
 from tests.helpers.publication import keys_of, write_delta
-from tests.helpers.trainings import BRIEF
+from tests.helpers.trainings import BRIEF, for_run
 
 
 def test_one_copy_at_a_time(mpu: Callable, tmp_path: Path) -> None:
@@ -243,7 +243,7 @@ class TestTheStep:
 @pytest.mark.slow
 def test_the_second_round_by_hand_is_that_of_run(mpu: Callable, root: Path) -> None:
     """No option says which round it is, and no name collides; the weights are those of `mpu run`."""
-    mpu("run", "base", *BRIEF, "--copies", 2, "--secret-seed", 3, "--rounds", 2, "--loss-reference", "round",
+    mpu("run", "base", *for_run(BRIEF), "--copies", 2, "--secret-seed", 3, "--rounds", 2, "--loss-reference", "round",
         cwd=root)  # fmt: skip
     mpu("publish", "base", "--copies", 2, "--seed", 3, cwd=root)
     mpu("unlearn", "copy_1", "copy_2", *BRIEF, cwd=root)
@@ -265,9 +265,9 @@ def test_the_second_round_by_hand_is_that_of_run(mpu: Callable, root: Path) -> N
 @pytest.mark.parametrize(
     "noise",
     [
-        ("--pretrained", "public"),
+        ("--public", "public"),
         ("--copies", 2, "--kappa", 0.01),
-        ("--pretrained", "public", "--copies", 2, "--kappa", 0.25),
+        ("--public", "public", "--copies", 2, "--kappa", 0.25),
         ("--copies", 2, "--dp", "epsilon=8,delta=1e-5,sensitivity=0.1,budget_rounds=2"),
     ],
 )
@@ -288,4 +288,4 @@ def test_what_aggregate_says_is_next_can_be_pasted(mpu: Callable, root: Path, no
     if before.calibration and after.calibration:
         assert before.calibration.epsilon == after.calibration.epsilon
     assert "send round_2/copy_1" in published.err
-    assert "who runs `mpu check copy_1 …`" in published.err
+    assert "who runs `mpu check copy_1`" in published.err

@@ -121,7 +121,7 @@ def test_the_whole_path(mpu: Callable, base: Path, tmp_path: Path) -> None:
 def test_eval_measures_the_model_in_4_bits(mpu: Callable, base: Path, tmp_path: Path) -> None:
     command = ("eval", base, "--benchmark", "qa", "--forget", "forget.jsonl", "--retain", "retain.jsonl",
              "--reading", "template=plain", "--metrics", "forget_Q_A_Prob", "--json")  # fmt: skip
-    probability = mpu(*command, "--lora", "quantize=nf4", "--out", "a.json", cwd=tmp_path).json["metrics"][
+    probability = mpu(*command, "--scoring", "quantize=nf4", "--out", "a.json", cwd=tmp_path).json["metrics"][
         "forget_Q_A_Prob"
     ]
     rounded = by_transformers(base)

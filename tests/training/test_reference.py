@@ -25,6 +25,7 @@ from mpu_cli.training.reference import forward
 from tests.helpers.attacks import WORD, edit, publish_copies, treat_word_differently, unlearn_copy, write_records_with
 from tests.helpers.models import load, random_model, save, write_records
 from tests.helpers.protocol import tensors
+from tests.helpers.trainings import for_run
 
 TRAINING = (
     "--algo", "npo", "--reading", "template=plain", "--epochs", 2,
@@ -53,7 +54,8 @@ class TestReferenceFile:
                     "--out", f"r{number}/d/{k}.safetensors", cwd=root)  # fmt: skip
             mpu("aggregate", f"r{number}/d", "--keys", f"r{number}/keys.bin", "--out", f"r{number}/model", cwd=root)
             base = f"r{number}/model"
-        options = ("--copies", 2, "--kappa", 0.05, "--dtype", "float32", "--secret-seed", 3, "--rounds", 2, *TRAINING)
+        options = ("--copies", 2, "--kappa", 0.05, "--publish", "dtype=float32", "--secret-seed", 3, "--rounds", 2)
+        options += tuple(for_run(TRAINING))
         ends = {}
         for reference in ("original", "round"):
             mpu("run", "base", *options, "--loss-reference", reference, "--out", reference, cwd=root)
@@ -191,7 +193,8 @@ class TestDate:
             ("other", ("--reading", "date=2031-12-01")),
         ):
             mpu("unlearn", "base", *training, *more, "--out", f"{name}.safetensors", cwd=dated_root)
-            mpu("run", "base", *training, *more, "--mode", "clean", "--rounds", 1, "--publish", "dtype=float32",
+            mpu("run", "base", *for_run(training), *for_run(more), "--mode", "clean", "--rounds", 1,
+                "--publish", "dtype=float32",
                 "--out", name,
                 cwd=dated_root)  # fmt: skip
             mpu("finetune", "base", "--data", "forget.jsonl", "--epochs", 1, "--reading", "system_prompt=", *more,
@@ -226,8 +229,11 @@ class TestDate:
     def test_what_is_no_date(self, mpu: Callable, root: Path) -> None:
         with pytest.raises(UsageError, match="--reading date 'tomorrow'"):
             parse_date("tomorrow")
-        for command in (("unlearn", "base"), ("run", "base"), ("finetune", "base", "--data", "forget.jsonl")):
-            mpu(*command, "--reading", "date=31 Feb 2026", cwd=root, fails="not a date", status=2)
+        for *command, fold in (
+            ("unlearn", "base", "--reading"), ("run", "base", "--unlearn"),
+            ("finetune", "base", "--data", "forget.jsonl", "--reading"),
+        ):  # fmt: skip
+            mpu(*command, fold, "date=31 Feb 2026", cwd=root, fails="not a date", status=2)
 
 
 class TestTags:

@@ -35,7 +35,7 @@ class Audit(Command):
     """
 
     NAME: ClassVar[str] = "audit"
-    EXAMPLE: ClassVar[str] = "mpu audit copy_1 --base my-model --pretrained meta-llama/Llama-3.2-1B-Instruct"
+    EXAMPLE: ClassVar[str] = "mpu audit copy_1 --base my-model --public meta-llama/Llama-3.2-1B-Instruct"
 
     copies: list[str] = option(
         ...,
@@ -44,7 +44,7 @@ class Audit(Command):
         argument=True,
     )
     base: str = option(..., "The published model, to score the attacks with.", metavar="MODEL")
-    pretrained: str | None = option(
+    public: str | None = option(
         None, "Public model that BASE was fine-tuned from, which an attacker also has.", metavar="MODEL"
     )
     noise: NoiseKind | None = option(None, "Kind of noise that the attacker assumes (default: try both).")
@@ -81,7 +81,7 @@ class Audit(Command):
                 manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
                 if manifest is None or manifest.copy_id not in keys.copy_ids:
                     raise MpuError(f"{copy.source}: was not published with these keys")
-        public = open_model(self.pretrained) if self.pretrained else None
+        public = open_model(self.public) if self.public else None
         attempt = audit_as_believed(
             copies, base, public, noise=self.noise, nodes=self.nodes, alphas=self.alphas, symmetries=self.symmetries,
             fast=self.fast, observer=observer,

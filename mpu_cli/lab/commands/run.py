@@ -30,9 +30,9 @@ class Run(Command):
     """
 
     NAME: ClassVar[str] = "run"
-    EXAMPLE: ClassVar[str] = "mpu run my-model --pretrained public-model --forget forget.jsonl --retain retain.jsonl"
+    EXAMPLE: ClassVar[str] = "mpu run my-model --public public-model --forget forget.jsonl --retain retain.jsonl"
     ESSENTIAL: ClassVar[str] = (
-        "--algo --forget --retain --mode --rounds --pretrained --kappa --copies --lr --epochs --batch-size --out"
+        "--algo --forget --retain --mode --rounds --public --kappa --copies --lr --epochs --batch-size --out"
     )
 
     experiment: Experiment = group(Experiment)

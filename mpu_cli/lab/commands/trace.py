@@ -39,7 +39,7 @@ class Trace(Command):
     )
     base: str | None = option(None, BASE_AGAIN, metavar="MODEL")
     model_config: Path | None = option(None, MODEL_CONFIG, metavar="FILE")
-    pretrained: str | None = option(
+    public: str | None = option(
         None,
         "Public model that BASE was fine-tuned from: finds more in a mixture of it with a copy.",
         metavar="MODEL",
@@ -70,8 +70,8 @@ class Trace(Command):
             raise UsageError("--endpoint requires --texts", "give varied records to send, none that are confidential")
         if (self.texts or self.endpoint_model) and not self.endpoint:
             raise UsageError("--texts and --endpoint-model require --endpoint")
-        if self.endpoint and self.pretrained:
-            raise UsageError("--pretrained is for weights, which --endpoint does not give")
+        if self.endpoint and self.public:
+            raise UsageError("--public is for weights, which --endpoint does not give")
 
         from mpu_cli.lab.trace import PublicationKeys, check_traceable, trace, trace_endpoint
         from mpu_cli.measuring.endpoint import KEY, endpoint_at
@@ -87,7 +87,7 @@ class Trace(Command):
             served = endpoint_at(self.endpoint, self.endpoint_model, os.environ.get(KEY))
             result = trace_endpoint(served, publications, self.texts, observer=observer)
         else:
-            public = open_model(self.pretrained) if self.pretrained else None
+            public = open_model(self.public) if self.public else None
             result = trace(str(self.suspect), publications, public, observer=observer)
         for publication in publications:
             if not publication.keys.publication.seed_is_secret:

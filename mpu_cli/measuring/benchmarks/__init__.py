@@ -53,7 +53,7 @@ def benchmark_of(options: Measuring, log: RetainLog | None, observer: Observer =
         raise UsageError(f"--attacks {unknown[0]}: must be one of {', '.join(ATTACKS)}")
     data_dir = named.reading.data_dir
     if data_dir and not data_dir.is_dir():
-        raise MpuError(f"--reading data_dir {data_dir}: no such directory")
+        raise MpuError(f"--reading data_dir={data_dir}: no such directory")
     if named.names_records and named.chosen != "qa":
         raise UsageError("--forget, --retain and --unseen require --benchmark qa")
     benchmark = _MODULES[named.chosen].of_options(options, log, observer)
