@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+from tests.benchmarks import price
 from tests.helpers.paths import ROOT
 
 DATA = ROOT / "docs/data"
@@ -84,6 +85,13 @@ def test_the_page_of_outcomes_counts_its_rows() -> None:
     page = (ROOT / "docs/outcome.md").read_text(encoding="utf-8")
     counts = [(sum(group), len(group)) for group in (permanent + cancelling, permanent, cancelling)]
     assert [(int(passed), int(total)) for passed, total in re.findall(r"(\d+) of (\d+)", page)] == counts
+
+
+@pytest.mark.slow
+def test_the_price_is_what_the_benchmark_computes() -> None:
+    """Of the smallest model; the others take minutes."""
+    rows = [row for row in tables.read_table("price") if row[0] in ("model", "1B")]
+    assert rows == [price.HEADER, *price.rows_of("1b")]
 
 
 def test_the_curve_and_the_table_of_relearning_agree() -> None:

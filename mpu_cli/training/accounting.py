@@ -90,7 +90,7 @@ def noise_multiplier_for(
         )
     except (ValueError, mechanism_calibration.NoBracketIntervalFoundError) as error:
         raise UsageError(
-            f"--dp epsilon={epsilon:g} --dp delta={delta:g}: no usable noise level achieves this in {steps} steps",
+            f"--dp epsilon={epsilon:g},delta={delta:g}: no usable noise level achieves this in {steps} steps",
             "raise them, or use fewer --epochs",
         ) from error
     return float(multiplier)

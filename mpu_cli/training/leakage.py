@@ -359,7 +359,7 @@ def term_mechanism(options: TermRelease) -> TermMechanism:
         threshold = 1 if meets(1) else opendp.binary_search(meets, bounds=(1, MAX_THRESHOLD))
     except (ValueError, opendp.OpenDPException) as error:
         raise UsageError(
-            f"--dp epsilon={options.dp_epsilon:g} --dp delta={options.dp_delta:g}: no threshold achieves this",
+            f"--dp epsilon={options.dp_epsilon:g},delta={options.dp_delta:g}: no threshold achieves this",
             "raise them, or use fewer --terms",
         ) from error
     epsilon, delta = make(threshold).map(distance)
