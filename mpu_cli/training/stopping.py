@@ -68,7 +68,7 @@ HALVINGS = 3  # of the upper half of the change, in which the share that suffice
 
 # Noise of the copy's size, once more, may take this share of what the answers have to fall off them, in nats, where the
 # copy's answers are said to be the model's.
-UNFELT_SHARE = 0.05
+UNFELT_SHARE = 0.1
 # Times the steps after which a copy has forgotten whose scores are not the model's. On the server's model the records
 # go on being forgotten, and what was lost of the others comes back: on SmolLM2 until about three times
 # (docs/stopping.md).
@@ -209,16 +209,20 @@ class Scorer:
         unknown = self._public.forget if self._public else self.before.get("unseen")
         return UNKNOWN_LEVEL if unknown is None else max(UNKNOWN_LEVEL, math.log(max(fmean(unknown), 1e-9)))
 
-    def cost_of_noise(self, model: PreTrainedModel, noise: FurtherNoise) -> float:
-        """By how many nats a token ``noise`` makes the answers to forget less probable, on average."""
+    def is_unfelt(self, model: PreTrainedModel, noise: FurtherNoise) -> bool:
+        """Whether ``noise`` takes next to nothing off the log-probability of the answers to forget; if so, what was
+        known ``before`` is from now on what was known under it, as the looks are."""
         before = _copy_weights(model, torch.device("cpu"))
         _set_weights(model, before, noise.noisy)
-        noisy = self._probabilities(model, ["forget"])["forget"]
+        noisy = self._probabilities(model, self._answers)
         _set_weights(model, before, before.__getitem__)
         falls = []
-        for before_noise, with_noise in zip(self.before["forget"], noisy, strict=True):
+        for before_noise, with_noise in zip(self.before["forget"], noisy["forget"], strict=True):
             falls.append(math.log(max(before_noise, 1e-30) / max(with_noise, 1e-30)))
-        return fmean(falls)
+        unfelt = fmean(falls) < UNFELT_SHARE * self.fall
+        if unfelt:
+            self.before = noisy
+        return unfelt
 
     def look(self, model: PreTrainedModel, step: int) -> Look:
         now = self._probabilities(model, self._answers)
@@ -275,9 +279,9 @@ class Watching(TrainerCallback):
         is_lora = any("lora_" in name for name in self._initial)  # factors are not weights of the copy
         if not (self.is_faithful or is_lora):
             further = FurtherNoise(self._initial, seed + 1, noise)
-            if scorer.cost_of_noise(model, further) < UNFELT_SHARE * scorer.fall:
+            if scorer.is_unfelt(model, further):
                 self._further = further
-        self._is_scaled = self.is_faithful or self._further.share > 0  # back to what suffices
+        self.is_scaled = self.is_faithful or self._further.share > 0  # back to what suffices
         self._best: tuple[Look, float, dict[str, torch.Tensor]] | None = None  # with the share of the change
         if self._course:
             self.level = self._course.level
@@ -392,7 +396,7 @@ class Watching(TrainerCallback):
         """Whether at most half of what may be left is left, on too many records for that to be chance, and none stands
         out; on a copy whose scores are not the model's, also whether the loss hardly pulls any more."""
         little_left = look.left <= self._goal.max_left / 2 and look.left_high <= self._goal.max_left
-        hardly_pulls = self._is_scaled or look.above <= LEVEL_MARGIN
+        hardly_pulls = self.is_scaled or look.above <= LEVEL_MARGIN
         return little_left and not look.stands_out and hardly_pulls
 
     def _is_enough(self, look: Look) -> bool:
@@ -415,7 +419,7 @@ class Watching(TrainerCallback):
         look = self.looks[-1]
         if not self._is_enough(look):
             return False
-        if not self._is_scaled:
+        if not self.is_scaled:
             first = next(each.step for each in self.looks if self._is_enough(each))
             return look.step >= TRAINED_ON * first
         if look.kept is None or look.kept >= (1 + self._goal.min_kept) / 2:

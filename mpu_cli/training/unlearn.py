@@ -474,7 +474,7 @@ def _watch(
         )  # fmt: skip
         if has_level:
             constants = replace(constants, level=watching.level)
-        if watching.is_faithful and algorithm.faithful_alpha is not None and options.loss.alpha is None:
+        if watching.is_scaled and algorithm.faithful_alpha is not None and options.loss.alpha is None:
             constants = replace(constants, alpha=algorithm.faithful_alpha)
     # Not under DP, where the level would leak what the copy knows.
     elif has_level and before and options.loss.level is None and options.privacy.dp_epsilon is None:

@@ -3,7 +3,7 @@
 python -m tests.benchmarks.price [SHAPE …] > docs/data/price.csv
 
 Bytes and memory are those that the product computes for a checkpoint of the shape, of which only the header exists.
-Times are operations, 6 for each weight and token of a step (LoRA has no gradients of the weights: 4; --gradient-
+Times are operations, 6 for each weight and token of a step (LoRA has no gradients of the weights: 4; gradient
 checkpointing computes the forward pass once more: 2) and 2 where records are only scored, at SHARE of the products that
 the card's data sheet promises. Steps: as many passes over the records to forget as 60 steps are with 40 records.
 """
@@ -19,8 +19,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from mpu_cli.files.writer import nbytes_of
-from mpu_cli.measuring.cost import Work, peak_memory, rows_at_once, way_to_fit
+from mpu_cli.measuring.cost import Work, peak_memory, rows_at_once
 from mpu_cli.model.source import Model, open_model
+from mpu_cli.options.declare import flat, from_flat
 from mpu_cli.options.unlearning import Goal, Lora, Training, Unlearning
 from mpu_cli.training.delta import delta_specs
 from mpu_cli.training.losses import objective_of
@@ -29,17 +30,27 @@ from mpu_cli.wording import in_bytes, in_time
 from tests.helpers.shapes import tensors_of, whole_config
 
 SHAPES = ("1b", "8b", "70b")
-CARDS = {  # bytes, and products in bfloat16 per second, by their data sheets
-    "24 GB (RTX 4090)": (24e9, 165e12),
-    "80 GB (H100)": (80e9, 989e12),
-    "141 GB (H200)": (141e9, 989e12),
+CARDS = {  # RTX 4090, H100, H200: bytes, and products in bfloat16 per second, by their data sheets
+    "24 GB": (24e9, 165e12),
+    "80 GB": (80e9, 989e12),
+    "141 GB": (141e9, 989e12),
 }
 SHARE = 0.2
 TOKENS = 128  # of a record, half of them its answer
 PASSES = 60 * 8 / 40  # over the records to forget: docs/data/steps.csv
 REQUESTS = (40, 400)  # records to forget, with twice as many to keep, and as many unseen ones
-HEADER = ["model", "trained", "sent", "sent back", "memory", "card", "fits", *(f"{n} records" for n in REQUESTS)]
+HEADER = ["model", "sent", "sent back", "memory", "card", "fits", *(f"{n} records" for n in REQUESTS)]
 TRAININGS = {"all weights": Lora(), "LoRA": Lora(lora_rank=16)}
+SMALLEST = {"gradient_checkpointing": True, "precision": "bfloat16", "micro_batch_size": 1}
+SMALLEST_WORDS = "--training gradient_checkpointing --precision bfloat16 --training micro_batch_size=1"
+WAYS: dict[str, dict[str, object]] = {  # to take less memory, the one that costs least first
+    "": {},
+    "--training micro_batch_size=8": {"micro_batch_size": 8},
+    "--training micro_batch_size=4": {"micro_batch_size": 4},
+    "--training micro_batch_size=1": {"micro_batch_size": 1},
+    SMALLEST_WORDS: SMALLEST,
+    f"--lora quantize=nf4 {SMALLEST_WORDS}": {**SMALLEST, "quantize": "nf4"},  # LoRA alone
+}
 
 
 def header_of(shape: str, folder: Path) -> Model:
@@ -63,7 +74,7 @@ def seconds(weights: int, options: Unlearning, records: int, words: str, product
     batch = options.training.batch_size
     steps = PASSES * records / batch
     step = batch * (1 + objective_of(options.algo, options.loss).algorithm.retain_per_forget)
-    per_token = (4 if options.lora.lora_rank else 6) + 2 * ("--gradient-checkpointing" in words)
+    per_token = (4 if options.lora.lora_rank else 6) + 2 * ("gradient_checkpointing" in words)
     held_out = max(LEAST_HELD_OUT, round(Goal.held_out * 2 * records))
     look = sum(min(count, SCORED_RECORDS) for count in (records, records, held_out))
     operations = weights * TOKENS * steps * (per_token * step + 2 * look / EVERY)
@@ -79,24 +90,22 @@ def rows_of(shape: str) -> Iterator[list[str]]:
             # As --precision auto and a card have it: mixed, a step's records at once.
             options = Unlearning(lora=lora, training=Training(precision="mixed", micro_batch_size=sys.maxsize))
             objective = objective_of(options.algo, options.loss)
-            rows = rows_at_once(options, objective)
-            work = Work(rows, TOKENS, rows * TOKENS // 2)
-            peak = peak_memory(model, options, objective, work).total
+            peaks = {}
+            for words, changes in WAYS.items():
+                if "quantize" not in changes or lora.lora_rank:
+                    changed = from_flat(Unlearning, flat(options) | changes)
+                    rows = rows_at_once(changed, objective)
+                    work = Work(rows, TOKENS, rows * TOKENS // 2)
+                    peaks[words] = peak_memory(model, changed, objective, work).total
             returned = nbytes_of(delta_specs(model, options))
             for card, (room, products) in CARDS.items():
-                words = ""
-                if peak > room:
-                    way = way_to_fit(model, options, objective, work, room)
-                    words = way[0] if way else "no"
-                    if "--lora-rank" in words:  # that is the next row
-                        words = "no"
+                way = next((words for words, peak in peaks.items() if peak <= room), None)
+                fits = "no" if way is None else f"with `{way}`" if way else "yes"
                 times = ["–"] * len(REQUESTS)
-                if words != "no":
-                    times = [in_time(seconds(weights, options, records, words, products)) for records in REQUESTS]
-                fits = f"with `{words}`" if words not in ("", "no") else words or "yes"
-                yield [
-                    shape.upper(), name, in_bytes(2 * weights), in_bytes(returned), in_bytes(peak), card, fits, *times
-                ]  # fmt: skip
+                if way is not None:
+                    times = [in_time(seconds(weights, options, records, way, products)) for records in REQUESTS]
+                sizes = map(in_bytes, (2 * weights, returned, peaks[""]))
+                yield [f"{shape.upper()}, {name}", *sizes, card, fits, *times]
 
 
 def main(shapes: Sequence[str]) -> None:
