@@ -17,8 +17,10 @@ from mpu_cli.errors import UsageError
 from mpu_cli.measuring.generation import sample_answers
 from mpu_cli.measuring.scoring import ADVICE
 from mpu_cli.model.device import memory_in_mind
+from mpu_cli.model.network import separate_head
 from mpu_cli.records.encode import IGNORED, SYSTEM_ROLES, Example, pad
 from mpu_cli.records.forms import Record
+from mpu_cli.training.reference import forward
 
 if TYPE_CHECKING:
     from mpu_cli.measuring.benchmarks import Row, Split
@@ -175,14 +177,14 @@ def relearn(run: Run, splits: Sequence[Split], advance: Advance) -> dict[str, ob
     batches = [train_items[i : i + RELEARNING_BATCH] for i in range(0, half, RELEARNING_BATCH)]
     measured = sorted({step for step in MEASURED_STEPS if step < options.relearn_steps} | {options.relearn_steps})
     losses = [run.losses(eval_items)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.relearn_lr)
+    optimizer, head = torch.optim.AdamW(model.parameters(), lr=options.relearn_lr), separate_head(model)
     for step in range(1, options.relearn_steps + 1):
         with memory_in_mind(ADVICE):
             optimizer.zero_grad()
             batch = batches[(step - 1) % len(batches)]
             examples = [Example([*item.ids], [*[IGNORED] * item.start, *item.labels]) for item in batch]
             inputs = {name: tensor.to(model.device) for name, tensor in pad(examples).items()}
-            model(**inputs, use_cache=False).loss.backward()  # mean cross-entropy per label, in nats
+            forward(model, inputs, head=head).cross_entropy.backward()  # mean per label, in nats
             optimizer.step()
         if step in measured:
             losses.append(run.losses(eval_items))
