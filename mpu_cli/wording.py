@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -31,11 +32,17 @@ def one_line(text: str) -> str:
 
 
 def command_line(*words: str | Path) -> str:
-    """A command to paste, quoted for the shell. What is a path is never read as an option: another party chose the
-    names of the files that it sent, and one that begins with a hyphen would decide how mpu runs."""
-    return shlex.join(
-        f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word) for word in words
-    )
+    """A command to paste, quoted for the shell. A path below the current folder is written without that, and none is
+    read as an option: another party chose the names of the files that it sent, and one that begins with a hyphen would
+    decide how mpu runs."""
+    here = f"{Path.cwd()}{os.sep}"
+    texts = []
+    for word in words:
+        text = str(word)
+        is_path = isinstance(word, Path) or text.startswith(here)
+        text = text.removeprefix(here)
+        texts.append(f"./{text}" if is_path and text.startswith("-") else text)
+    return shlex.join(texts)
 
 
 def names_in(text: str | None) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ prints the commands, ``… families`` and ``… metrics`` these."""
 from __future__ import annotations
 
 import inspect
+import keyword
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -80,7 +81,7 @@ def functions() -> str:
 def _keyword(declaration: Declaration) -> str:
     """An option as a keyword, by the name that its flag has: run for run_name."""
     flag = declaration.flag.split("/")[0].removeprefix("--").replace("-", "_")
-    name = declaration.name if declaration.fold else flag
+    name = declaration.name if declaration.fold or keyword.iskeyword(flag) else flag
     if declaration.is_required:
         return name
     default = declaration.default

@@ -12,6 +12,7 @@ import html
 import io
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -55,7 +56,7 @@ def run_steps(demo: Path) -> list[tuple[str, str, list[str]]]:
     steps = list(read_steps((ROOT / "README.md").read_text(encoding="utf-8")))
     script = "\n".join([FIRST_USE, *(f"echo '{SEPARATOR}'\n{command}" for _, command in steps)])
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "mpu-demo").symlink_to(demo.resolve())
+        shutil.copytree(demo, Path(folder) / "mpu-demo")
         environment = {
             **os.environ,
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
@@ -158,8 +157,7 @@ class Check(Command):
                         "put that copy back, or name one with --before if you know why",
                     )
         before = self.before or first.copy_path
-        named_here = [_from_here(word) for word in (*as_arguments(checking), "--before", before)]
-        shown = command_line(*named_here)
+        shown = command_line(*as_arguments(checking), "--before", before)
         observer.note(f"from your request on copy {request.copy} of run {request.run}: {shown}")
         return replace(self, checking=checking, before=before)
 
@@ -253,12 +251,6 @@ class Check(Command):
             "stands_out": [record.location for record in checked.records] if self.show else None,
         }
         return Report([verdict.sentence], document, status=0 if verdict.passes else 1)
-
-
-def _from_here(word: str) -> str:
-    """A path below the current folder without that; anything else as it is."""
-    here = f"{Path.cwd()}{os.sep}"
-    return word.removeprefix(here) if word.startswith(here) else word
 
 
 def _all_copies(copy: str) -> list[Path]:

@@ -342,9 +342,9 @@ def _on_noise(published: Published) -> Iterator[Remark]:
     silent = [block.block for block in blocks if block.rms == 0]
     if silent and not publication.calibration:
         yield Remark(
-            f"no noise in {len(silent)} of {len(blocks)} blocks, where base and pretrained model are equal: "
+            f"no noise in {len(silent)} of {len(blocks)} blocks, where the public model has the same weights: "
             f"{', '.join(silent[:3])}{' …' if len(silent) > 3 else ''}",
-            is_warning=True,
+            is_warning=len(silent) == len(blocks),
         )
     noisy = [(copy.unchanged, block.weights) for block in blocks for copy in block.copies if copy.requested]
     lost = sum(unchanged * weights for unchanged, weights in noisy) / max(1, sum(weights for _, weights in noisy))

@@ -707,7 +707,7 @@ def test_a_sweep_says_which_noise_each_cell_has(tmp_path: Path) -> None:
     """Where a case omits the scales, those that it is run with; one noised copy keeps permanent noise."""
     (tmp_path / "grid.toml").write_text(
         'base = "base"\nalgo = "gradascent"\n[[cases]]\npermanent_noise = [0.1, 1.0]\nmode = "noised"\n'
-        '[[cases]]\nkappa = 0.3\n[[cases]]\npretrained = "reference"\n'
+        '[[cases]]\nkappa = 0.3\n[[cases]]\npublic = "reference"\n'
     )
     cells = read_sweep(tmp_path / "grid.toml")
     assert [(cell.varied["kappa"], cell.varied["permanent_noise"]) for cell in cells] == [

@@ -275,7 +275,7 @@ class TestUnlearn:
         options = ("--epochs", 1, "--batch-size", 9, "--lr", 0, "--reading", "template=plain", "--precision", "float64")
         document = mpu("unlearn", "base", *options, "--json", "--out", "d.safetensors", cwd=root).json
         assert document["before"]["forget"] == pytest.approx(document["steps"][0]["forget"], rel=1e-9)
-        assert document["after"] == document["before"]
+        assert document["after"] == pytest.approx(document["before"], rel=1e-12)
 
 
 class TestSeveralCopies:

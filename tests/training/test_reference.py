@@ -227,7 +227,7 @@ class TestDate:
         assert "date" in compared.err
 
     def test_what_is_no_date(self, mpu: Callable, root: Path) -> None:
-        with pytest.raises(UsageError, match="--reading date 'tomorrow'"):
+        with pytest.raises(UsageError, match="--reading date='tomorrow'"):
             parse_date("tomorrow")
         for *command, fold in (
             ("unlearn", "base", "--reading"), ("run", "base", "--unlearn"),
