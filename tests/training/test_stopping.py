@@ -232,7 +232,7 @@ def test_no_more_records_go_through_at_once_than_asked(
 def test_a_copy_with_noise_is_trained_a_multiple_of_what_it_took_to_forget() -> None:
     """Whatever is kept on it: that does not say what the server's model keeps."""
     watching = object.__new__(Watching)
-    watching._goal, watching.is_faithful, watching._is_scaled, watching.looks = Goal(), False, False, []
+    watching._goal, watching.is_faithful, watching.is_scaled, watching.looks = Goal(), False, False, []
     stops = []
     for step, left in ((10, 0.5), (20, 0.01), (30, 0.0), (40, 0.0), (50, 0.0), (60, 0.0), (70, 0.0)):
         watching.looks.append(Look(step, left, left, kept=0.6, above=0.0))
