@@ -144,7 +144,7 @@ class Loss(Options):
     alpha: float | None = option(
         None,
         "α, weight of the retain term (default: 1; hinge 3, gradascent 0, undial 0), 10 for a hinge that stops when it "
-        "is done on a copy without permanent noise.",
+        "is done on a copy whose answers are the model's.",
         least=0,
     )
     beta: float | None = option(None, "β (default: npo 0.1, dpo 0.1, simnpo 4.5, undial 10, wga 1).", above=0)

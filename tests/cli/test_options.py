@@ -32,7 +32,7 @@ from mpu_cli.files.reader import OPTION
 from mpu_cli.measuring.relearning import ATTACKS
 from mpu_cli.model.family import SETS
 from mpu_cli.options import names
-from mpu_cli.options.declare import OTHER_NAMES, declared_options
+from mpu_cli.options.declare import OTHER_NAMES, as_arguments, declared_options, folds_of, from_flat, unfold
 from mpu_cli.options.publishing import Publishing
 from mpu_cli.options.unlearning import AUTO, Loss, Unlearning
 from mpu_cli.protocol.noise import SCHEMES
@@ -363,3 +363,64 @@ def test_a_shell_completes_options(monkeypatch: pytest.MonkeyPatch, capfd: pytes
     with pytest.raises(SystemExit):
         main([])
     assert capfd.readouterr().out.split() == ["--kappa"]
+
+
+class TestFolds:
+    """Options that are one on the command line, such as ``--lora rank=8,alpha=4``."""
+
+    @pytest.mark.parametrize(
+        ("name", "texts", "file", "options"),
+        [
+            ("lora", ["rank=8,targets=q_proj,v_proj", "alpha=4"], 'rank = 8\nalpha = 4\ntargets = ["q_proj", "v_proj"]',
+             {"lora_rank": 8, "lora_alpha": 4.0, "lora_targets": ("q_proj", "v_proj")}),
+            ("training", ["compile,deterministic=false"], "compile = true\ndeterministic = false",
+             {"compile": True, "deterministic": False}),
+            ("reading", ["system_prompt=Be brief, please,turns=all"],
+             'system_prompt = "Be brief, please"\nturns = "all"',
+             {"system_prompt": "Be brief, please", "turns": "all"}),
+            ("constants", ["beta=1", "beta=2"], "beta = 2", {"beta": 2.0}),
+        ],
+    )  # fmt: skip
+    def test_text_file_and_python_say_the_same(
+        self, tmp_path: Path, name: str, texts: list[str], file: str, options: dict[str, object]
+    ) -> None:
+        declared = declared_options(Unlearn)
+        [fold] = [each for each in folds_of(declared) if each.name == name]
+        path = tmp_path / "options.toml"
+        path.write_text(file)
+        expected = Unlearn.of(["copy"], **options)
+        for given in (texts, [str(path)]):
+            assert from_flat(Unlearn, {"copies": ["copy"], **unfold(fold, given, declared)}) == expected
+        # As a command that mpu prints or runs says it.
+        [flag, text] = as_arguments(expected, without=("copies",))
+        assert flag == fold.flag
+        assert from_flat(Unlearn, {"copies": ["copy"], **unfold(fold, [text], declared)}) == expected
+
+    @pytest.mark.parametrize(
+        ("words", "said"),
+        [
+            (("--lora-rank", 4), "--lora rank"),
+            (("--beta", 2), "--constants beta"),
+            (("--lora", "rnk=4"), "did you mean rank?"),
+            (("--lora", "rank"), "write rank=VALUE"),
+            (("--lora", "rank=four"), "must be a whole number"),
+            (("--constants", "beta=-1"), "--constants beta=-1.0: must be above 0"),
+            (("--training", "compile=perhaps"), "must be true or false"),
+        ],
+    )
+    def test_a_mistake_is_named(self, mpu: Callable, tmp_path: Path, words: tuple, said: str) -> None:
+        refused = mpu("unlearn", "copy", *words, cwd=tmp_path, check=False)
+        assert refused.status == 2
+        assert said in refused.err
+
+    def test_a_file_cannot_set_what_no_file_may(self, mpu: Callable, tmp_path: Path) -> None:
+        (tmp_path / "training.toml").write_text('report_to = "wandb"\n')
+        said = "report_to: cannot be set in a file"
+        mpu("unlearn", "copy", "--training", "training.toml", cwd=tmp_path, refused=said, status=2)
+        (tmp_path / "unlearn.toml").write_text("public_records = true\n")
+        said = "public_records: cannot be set in a file"
+        mpu("run", "base", "--unlearn", "unlearn.toml", cwd=tmp_path, refused=said, status=2)
+        for training in ('{ report_to = "wandb" }', '"report_to=wandb"'):
+            (tmp_path / "mpu.toml").write_text(f"[unlearn]\ntraining = {training}\n")
+            said = "report_to: cannot be set in a file"
+            mpu("unlearn", "copy", "--config", "mpu.toml", cwd=tmp_path, refused=said, status=2)

@@ -18,9 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mpu_cli.demo.model import make_people
 from mpu_cli.options.unlearning import Goal
-from mpu_cli.records.encode import pad
+from mpu_cli.records.encode import Encoding, Limits, pad
 from mpu_cli.records.forms import Record, question
 from mpu_cli.records.knowledge import Probabilities, share_left
+from mpu_cli.records.read import read_records
 from mpu_cli.training import stopping
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.stopping import LEAST_HELD_OUT, FurtherNoise, Look, Scorer, Watching, hold_out
@@ -88,6 +89,29 @@ def test_under_noise_answers_fall_further_by_a_multiple_of_what_there_is_to_forg
         assert scorer.level_at(0.08) < scorer.level_at(0.0)
         multiples.append(scorer.level_at(0.08) / scorer.level_at(0.0))
     assert multiples[0] == pytest.approx(multiples[1], rel=0.15)
+
+
+def test_noise_that_hardly_costs_is_what_the_looks_compare_with(tmp_path: Path, demo: DemoModel) -> None:
+    """What was known before is then what plain transformers find under that noise; of noise that ruins the answers,
+    what they find without it."""
+    tokenizer = AutoTokenizer.from_pretrained(demo.model)
+    sets = {
+        name: Encoding(tokenizer, limits=Limits(256)).encode(read_records(path))
+        for name, path in (("forget", demo.forget), ("held_out", demo.retain))
+    }
+    for share, unfelt in ((0.02, True), (2.0, False)):
+        model = AutoModelForCausalLM.from_pretrained(demo.model).eval()
+        scorer = Scorer(model, sets, 8, None, 0.05)
+        noise = FurtherNoise({name: p.detach().clone() for name, p in model.named_parameters()}, 1, share)
+        assert scorer.is_unfelt(model, noise) is unfelt
+        if unfelt:
+            with torch.no_grad():
+                for name, parameter in model.named_parameters():
+                    parameter.copy_(noise.noisy(name))
+        model.save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        for name, path in (("forget", demo.forget), ("held_out", demo.retain)):
+            assert fmean(scorer.before[name]) == pytest.approx(probabilities(tmp_path, path), rel=1e-4)
 
 
 @pytest.mark.slow
