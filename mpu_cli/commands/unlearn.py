@@ -29,7 +29,6 @@ from mpu_cli.wording import counted, in_bytes
 if TYPE_CHECKING:
     from mpu_cli.measuring.cost import Memory, Work
     from mpu_cli.measuring.generation import Shown
-    from mpu_cli.records.forms import Record
     from mpu_cli.training.data import Dataset
     from mpu_cli.training.ledger import Course
     from mpu_cli.training.requests import Continuation, Request, Source
@@ -270,7 +269,7 @@ class Unlearn(Command):
         from mpu_cli.training.data import read_dataset, with_unseen
         from mpu_cli.training.job import check_logging, check_options, in_float32_if_private
         from mpu_cli.training.private import check_opacus
-        from mpu_cli.training.requests import source_of
+        from mpu_cli.training.requests import earlier_requests, source_of
         from mpu_cli.training.stopping import Until, hold_out
 
         copies = [str(path) for path in paths_from(self.copies)]  # first: what writes them would find a closed pipe
@@ -294,8 +293,22 @@ class Unlearn(Command):
         if self.alone:
             latest = {}
         if until and not options.privacy.public_records:
-            tasks, data, earlier = self._with_earlier(tasks, data, latest, observer)
-            sources += earlier
+            earlier = earlier_requests(
+                latest, [task.copy for task in tasks], data.forget, with_change=options.lora.lora_rank is None,
+                observer=observer,
+            )  # fmt: skip
+            if earlier:
+                sources += earlier.sources
+                data = replace(data, forget=[*data.forget, *earlier.records])
+                folder = f"request_{earlier.number}" if self.out is None else ""  # the earlier deltas stay
+                tasks = [
+                    replace(
+                        task,
+                        target=task.target.parent / folder / task.target.name,
+                        start=earlier.continuations[task.copy],
+                    )
+                    for task in tasks
+                ]
         elif latest:
             observer.warn(
                 "these copies have had earlier requests, which are only unlearned together with others by a training "
@@ -306,62 +319,6 @@ class Unlearn(Command):
         if options.privacy.dp_epsilon is not None:
             check_opacus()
         return UnlearnPlan(command=self, tasks=tasks, data=data, options=options, until=until, sources=sources)
-
-    def _with_earlier(
-        self, tasks: list[UnlearningTask], data: Dataset, latest: Mapping[str, Request], observer: Observer
-    ) -> tuple[list[UnlearningTask], Dataset, list[Source]]:
-        """The tasks and records of all requests on the same copies so far, of which ``latest`` are the last ones, and
-        where those of earlier ones are from.
-
-        Raises UsageError if the copies have not had the same requests: they would not be trained identically, and one
-        server's copy on the records of requests to another.
-        """
-        from mpu_cli.training.requests import Continuation, records_so_far
-
-        added: list[Record] = []
-        sources: list[Source] = []
-        gone: list[str] = []
-        for request in latest.values():
-            records, of_request, missing = records_so_far(request, [*data.forget, *added], observer)
-            added += records
-            sources += of_request
-            gone += [name for name in missing if name not in gone]
-        if not added and not gone:
-            return tasks, data, []  # the same request again
-        requests = list(latest.values())
-        if len(latest) < len(tasks) or any(request.sources != requests[0].sources for request in requests):
-            raise UsageError(
-                "not all of these copies have had the same earlier requests",
-                "name the copies that have, or use --alone",
-            )
-        if self.out is None:  # the earlier deltas stay
-            number = 1 + max(len(request.sources) for request in latest.values())
-            tasks = [
-                replace(task, target=task.target.parent / f"request_{number}" / task.target.name) for task in tasks
-            ]
-        is_continued = self.unlearning.lora.lora_rank is None
-        for request in latest.values():
-            if is_continued and not Path(request.delta).exists():
-                observer.note(f"{request.delta}: gone, so the training starts over from the copy")
-                is_continued = False
-        for name in gone:
-            change = "kept" if is_continued else "lost"
-            observer.warn(
-                f"{name}: gone or replaced, so the records of an earlier request are neither trained on nor looked at "
-                f"again; the change that forgot them is {change}"
-            )
-        continued = []
-        for task in tasks:
-            request = latest[task.copy]
-            delta = Path(request.delta) if is_continued else None
-            start = Continuation(request.weights, delta, request.change, request.scale)
-            continued.append(replace(task, start=start))
-        tasks = continued
-        observer.note(
-            f"{counted(len(added), 'record')} of earlier requests on the same copy are unlearned, too, and the new "
-            "delta takes the place of the earlier one; not with --alone"
-        )
-        return tasks, replace(data, forget=[*data.forget, *added]), sources
 
     def run(self, observer: Observer = SILENT) -> list[Unlearned]:
         """The deltas of all copies; warnings go to ``observer``."""

@@ -17,6 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from mpu_cli.errors import UsageError
 from mpu_cli.files.boundary import parse_document
 from mpu_cli.files.manifest import CopyManifest
 from mpu_cli.files.resumption import alone_with_private, append_line, read_lines
@@ -26,6 +27,7 @@ from mpu_cli.options.declare import declared_options, flat, from_flat
 from mpu_cli.options.unlearning import Checks, Goal, Prompts, RecordFormat, Unlearning
 from mpu_cli.records.forms import Record, digest_of_record
 from mpu_cli.records.read import read_records
+from mpu_cli.wording import counted
 
 SOURCES = ("retain", "unseen", "public")  # options that name files; all other text stays as it is
 
@@ -164,6 +166,62 @@ def latest_on(
         if of_copy:
             latest[copy] = of_copy[-1]
     return latest
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What earlier requests bring into a training on the same copies."""
+
+    records: list[Record]
+    sources: list[Source]  # of these records
+    number: int  # of the request that follows them
+    continuations: dict[str, Continuation]  # by copy
+
+
+def earlier_requests(
+    latest: Mapping[str, Request], copies: Sequence[str], forget: Sequence[Record], *, with_change: bool,
+    observer: Observer,
+) -> Earlier | None:  # fmt: skip
+    """What the ``latest`` request on each of ``copies`` adds to the records to ``forget``; None if that is nothing.
+    ``with_change``: whether a training can continue from the earlier change.
+
+    Raises UsageError if the copies have not had the same requests: they would not be trained identically, and one
+    server's copy on the records of requests to another.
+    """
+    records: list[Record] = []
+    sources: list[Source] = []
+    gone: list[str] = []
+    for request in latest.values():
+        of_request, their_sources, missing = records_so_far(request, [*forget, *records], observer)
+        records += of_request
+        sources += their_sources
+        gone += [name for name in missing if name not in gone]
+    if not records and not gone:
+        return None  # the same request again
+    requests = list(latest.values())
+    if len(latest) < len(copies) or any(request.sources != requests[0].sources for request in requests):
+        raise UsageError(
+            "not all of these copies have had the same earlier requests",
+            "name the copies that have, or use --alone",
+        )
+    for request in requests:
+        if with_change and not Path(request.delta).exists():
+            observer.note(f"{request.delta}: gone, so the training starts over from the copy")
+            with_change = False
+    for name in gone:
+        observer.warn(
+            f"{name}: gone or replaced, so the records of an earlier request are neither trained on nor looked at "
+            f"again; the change that forgot them is {'kept' if with_change else 'lost'}"
+        )
+    observer.note(
+        f"{counted(len(records), 'record')} of earlier requests on the same copy are unlearned, too, and the new delta "
+        "takes the place of the earlier one; not with --alone"
+    )
+    continuations = {
+        copy: Continuation(request.weights, Path(request.delta) if with_change else None, request.change, request.scale)
+        for copy, request in latest.items()
+    }
+    return Earlier(records, sources, 1 + max(len(request.sources) for request in requests), continuations)
 
 
 def records_so_far(
