@@ -283,8 +283,7 @@ class Unlearn(Command):
                 data = with_unseen(data, self.goal.unseen, options.records.reading, observer)
         elif self.stopping != Stopping() or self.goal != Goal() or self.course:
             raise UsageError(
-                "--max-steps, --unseen, --goal max_left, --goal min_kept, --goal held_out and --course are for a "
-                "training that stops when it is done",
+                "--max-steps, --unseen, --goal and --course are for a training that stops when it is done",
                 "leave out --epochs and --dp epsilon, and use one process",
             )
         tasks = self._tasks(copies)

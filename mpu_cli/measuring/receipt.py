@@ -136,7 +136,7 @@ def today() -> str:
 def check_limits(max_left: float, min_kept: float) -> None:
     """Raise UsageError unless a receipt can have these limits of a verdict: they are whole percents there."""
     if not all(math.isclose(100 * share, _percent(share)) for share in (max_left, min_kept)):
-        raise UsageError("--goal max_left, --goal min_kept: a receipt has whole percents, such as 0.05")
+        raise UsageError("--goal max_left and min_kept: a receipt has whole percents, such as 0.05")
     if _percent(min_kept) > WIDEST_PERCENT:
         raise UsageError(f"--goal min_kept: a receipt has at most {WIDEST:g}")
 

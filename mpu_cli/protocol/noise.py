@@ -410,7 +410,7 @@ def calibrate(options: CalibrationOptions, smallest_alpha: float) -> Calibration
 
     epsilon, delta, sensitivity = options.epsilon, options.dp_delta, options.sensitivity
     if epsilon is None or delta is None or sensitivity is None:
-        raise UsageError("--dp epsilon needs --dp delta and --dp sensitivity")
+        raise UsageError("--dp epsilon needs --dp delta and sensitivity")
     adversary, bound, rounds = options.adversary, options.bound, options.budget_rounds
     if bound == "classical":
         if epsilon > 1:
@@ -424,13 +424,13 @@ def calibrate(options: CalibrationOptions, smallest_alpha: float) -> Calibration
         multiplier = float(get_sigma_gaussian(epsilon, delta))
     if norm.sf(DOUBLE_REACH - 1 / multiplier) > TAIL * delta:
         raise UsageError(
-            f"--dp epsilon={epsilon:g} at --dp delta={delta:g}: needs so little noise that the cut-off of our normals, "
+            f"--dp epsilon={epsilon:g},delta={delta:g}: needs so little noise that the cut-off of our normals, "
             f"at {DOUBLE_REACH:.1f} σ, would show",
             "choose a smaller ε or a larger δ",
         )
     needed = multiplier * math.sqrt(rounds) * sensitivity
     if not math.isfinite(needed):
-        raise UsageError(f"--dp epsilon={epsilon:g} at --dp delta={delta:g}: no finite noise achieves this")
+        raise UsageError(f"--dp epsilon={epsilon:g},delta={delta:g}: no finite noise achieves this")
     copy_sigma, shared = (needed / smallest_alpha, 0.0) if adversary == "one-copy" else (0.0, needed)
     return Calibration(
         epsilon=epsilon, delta=delta, sensitivity=sensitivity, adversary=adversary, bound=bound, rounds=rounds,

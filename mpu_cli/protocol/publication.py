@@ -206,7 +206,7 @@ def publication_of(
     if seed is not None and not 0 <= seed < 2**64:
         raise UsageError(f"--seed {seed}: must be at least 0 and below 2^64")
     if privacy.epsilon is None and (privacy.dp_delta is not None or privacy.sensitivity is not None):
-        raise UsageError("--dp delta and --dp sensitivity calibrate noise for --dp epsilon, which is missing")
+        raise UsageError("--dp delta and sensitivity calibrate noise for --dp epsilon, which is missing")
     if privacy.epsilon is not None and seed is not None:
         raise UsageError("--dp epsilon with --seed: noise that can be guessed protects nothing", "leave out --seed")
     if privacy.epsilon is not None and round_ > privacy.budget_rounds:

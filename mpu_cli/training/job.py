@@ -66,7 +66,7 @@ def check_options(options: Unlearning, goal: Goal | None = None) -> Objective:
     is_private = privacy.dp_epsilon is not None
     check_training(training, options.prompts.date)
     if lora.lora_rank is None and lora != Lora():
-        raise UsageError("--lora alpha, --lora targets and --lora quantize need --lora rank")
+        raise UsageError("--lora alpha, targets and quantize need --lora rank")
     if lora.quantize is not None:
         if training.precision == "float64" or is_sharded():
             raise UsageError("--lora quantize does not work with --precision float64, or weights split over processes")
@@ -74,7 +74,7 @@ def check_options(options: Unlearning, goal: Goal | None = None) -> Objective:
             raise UsageError("--lora quantize does not work with --training compile")
         check_bitsandbytes()
     if not is_private and (privacy.dp_budget, privacy.dp_unit) != (None, None):
-        raise UsageError("--dp budget and --dp unit need --dp epsilon")
+        raise UsageError("--dp budget and unit need --dp epsilon")
     if is_private and privacy.public_records:
         raise UsageError("--public-records does not work with --dp epsilon", "public records need no noise")
     if privacy.public_records:

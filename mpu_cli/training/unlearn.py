@@ -183,9 +183,8 @@ def measure(
 
 
 ADVICE = (  # if memory runs out
-    "lower --training micro_batch_size, or use --training gradient_checkpointing, --precision bfloat16, "
-    "--optim adamw-blockwise or "
-    "--lora rank"
+    "use --training micro_batch_size=1,gradient_checkpointing, --precision bfloat16, --optim adamw-blockwise or "
+    "--lora rank=16"
 )
 
 

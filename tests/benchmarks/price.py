@@ -42,7 +42,7 @@ REQUESTS = (40, 400)  # records to forget, with twice as many to keep, and as ma
 HEADER = ["model", "sent", "sent back", "memory", "card", "fits", *(f"{n} records" for n in REQUESTS)]
 TRAININGS = {"all weights": Lora(), "LoRA": Lora(lora_rank=16)}
 SMALLEST = {"gradient_checkpointing": True, "precision": "bfloat16", "micro_batch_size": 1}
-SMALLEST_WORDS = "--training gradient_checkpointing --precision bfloat16 --training micro_batch_size=1"
+SMALLEST_WORDS = "--precision bfloat16 --training gradient_checkpointing,micro_batch_size=1"
 WAYS: dict[str, dict[str, object]] = {  # to take less memory, the one that costs least first
     "": {},
     "--training micro_batch_size=8": {"micro_batch_size": 8},

@@ -74,7 +74,7 @@ def test_what_fits(mpu: Callable, base: Path) -> None:
     assert mpu(*command, "--memory", str(int(0.9 * needed)), "--training", "micro_batch_size=1").json["fits"]
     refused = mpu("plan", base, "--memory", "1MB")
     assert "does not fit\tinto 1 MB" in refused.out
-    assert "--training gradient_checkpointing" in refused.err
+    assert "gradient_checkpointing" in refused.err
 
 
 @pytest.mark.slow

@@ -108,7 +108,7 @@ class TestPublished:
     @pytest.mark.parametrize(
         ("arguments", "says"),
         [
-            ("--dp epsilon=1", "--dp delta and --dp sensitivity"),
+            ("--dp epsilon=1", "--dp delta and sensitivity"),
             ("--dp delta=1e-5", "for --dp epsilon"),
             ("--dp epsilon=0,delta=1e-5,sensitivity=1", "above 0"),
             ("--dp epsilon=1,delta=1,sensitivity=1", "between 0 and 1"),
