@@ -12,7 +12,7 @@ MODEL and gives a delta; a line is printed for each multiple of it that the serv
 unbounded   the records themselves, no bound
 surrogate   `mpu surrogate` at ε, and ordinary training on what it writes
 public      records of U in place of F: what can be forgotten without looking at F at all
-dp-sgd      --dp-epsilon on all weights
+dp-sgd      --dp epsilon on all weights
 subspace    steps of the Gaussian mechanism in the span of the gradients of U, each followed by training on P
 """
 

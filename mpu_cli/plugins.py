@@ -30,7 +30,7 @@ def load_plugin(kind: str, name: str, flag: str, built_in: Collection[str]) -> o
         raise UsageError(f"{flag} {name}: no such {kind}", hint)
     try:
         return getattr(import_module(module), attribute) if attribute else installed[name].load()
-    except ImportError as error:
+    except (ImportError, ValueError, TypeError, SyntaxError) as error:
         raise UsageError(
             f"{flag} {name}: cannot be imported: {error}", "is its folder in PYTHONPATH? This one is not looked into"
         ) from error

@@ -107,7 +107,7 @@ not fit would change what the model computes. How to add one: [contributing](../
 - **Experts** change places with the rows of their router, and each has its own order of neurons. Files with a
   matrix for each expert and files with stacks are both read, and results are laid out like the base. Which expert a
   token goes to is a decision that noise can flip; an error from that does not cancel, so keep κ small and look at
-  the estimate of `aggregate`. LoRA adapts experts too, unless `--lora-targets` leaves them out; `aggregate
+  the estimate of `aggregate`. LoRA adapts experts too, unless `--lora targets` leaves them out; `aggregate
   --as-adapter` cannot write those.
 - **Latent attention** (MLA): all heads share the part of their keys that RoPE turns, so they share its angles. **State
   spaces** (Mamba, Mamba2, delta nets): heads, their coordinates and states change places, without signs.

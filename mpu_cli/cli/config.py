@@ -6,6 +6,7 @@ The command line comes before a variable, a variable before the file.
 from __future__ import annotations
 
 import difflib
+import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -63,6 +64,7 @@ def defaults_from(
             tables = ", ".join(f"[{command}]" for command in commands)
             raise UsageError(f"{path}: {name}: not a command", f"put options into a table: {tables}")
         parameters = {_option_name(parameter): parameter for parameter in commands[name].params}
+        declarations = declared_options(classes[name])
         defaults[name] = {}
         for option, value in table.items():
             parameter = parameters.get(option.replace("-", "_"))
@@ -74,12 +76,15 @@ def defaults_from(
             if not takes_several:
                 value = _as_given(value, "\n" if parameter.metavar == RECORDS else ",")
             elif isinstance(value, dict):  # of a fold
-                value = [",".join(f"{key}={_as_given(each, ',')}" for key, each in value.items())]
+                value = [json.dumps(value, default=str)]
             elif not isinstance(value, list):
                 value = [value]
+            if parameter.name in {fold.name for fold in folds_of(declarations)} and not all(
+                isinstance(each, str) for each in value
+            ):
+                raise UsageError(f"{path}: [{name}] {option}: must be text, NAME=VALUE,…, or a table")
             defaults[name][parameter.name] = value
         hint = "give it on the command line, or as a variable"
-        declarations = declared_options(classes[name])
         check_in_files(declarations, defaults[name], f"{path}: [{name}] ", hint)
         for fold in folds_of(declarations):
             of_fold = unfold(fold, defaults[name].get(fold.name, ()), declarations)  # type: ignore[arg-type]

@@ -75,11 +75,16 @@ class UnlearnPlan:
     options: Unlearning
     until: Until | None
     sources: Sequence[Source]
+    records: Path | None = None  # where the ledger and the note of requests are, if not in the user's configuration
 
     @property
     def warnings(self) -> list[str]:
         """What is probably wrong with the records."""
         return self.data.warnings(self.options.privacy)
+
+    def _path(self, default: Path) -> Path:
+        """Where the client's ledger or note of requests is."""
+        return default if self.records is None else self.records / default.name
 
     def passes_over(self, task: UnlearningTask, opened: Path) -> bool:
         """Whether --resume passes over ``task``, whose copy is ``opened``: its delta is there already.
@@ -155,7 +160,7 @@ class UnlearnPlan:
             sources=[*self.sources],
             options=options_to_note(self.options, command.goal, command.checks),
         )  # fmt: skip
-        path = default_requests_path()
+        path = self._path(default_requests_path())
         alike = [
             other
             for other in read_requests(path)
@@ -185,7 +190,8 @@ class UnlearnPlan:
             return unlearn(
                 open_model(source, links=False), self.data, self.options, target=task.target, force=command.force,
                 logging=command.logging, reference_file=task.reference_file, secret=own_client_secret,
-                ledger=default_ledger_path(), checks=command.checks, until=until, start=task.start, observer=observer,
+                ledger=self._path(default_ledger_path()), checks=command.checks, until=until, start=task.start,
+                observer=observer,
             )  # fmt: skip
         except (KeyboardInterrupt, Stopped):
             resume_folder = task.target.with_name(f"{task.target.name}.resume")
@@ -321,7 +327,10 @@ class Unlearn(Command):
 
     def run(self, observer: Observer = SILENT) -> list[Unlearned]:
         """The deltas of all copies; warnings go to ``observer``."""
-        plan = self.plan(observer)
+        return self.carry_out(self.plan(observer), observer)
+
+    def carry_out(self, plan: UnlearnPlan, observer: Observer) -> list[Unlearned]:
+        """What ``plan`` says, of which ``observer`` is told."""
         for warning in plan.warnings:
             observer.warn(warning)
         outcomes = []

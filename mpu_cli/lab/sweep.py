@@ -260,6 +260,8 @@ def read_sweep(path: Path, overrides: Mapping[str, object] | None = None) -> lis
         check_in_files(declared_options(Experiment), of_file, f"{path}: ", "give it with --set")
         options = {**of_file, **of_run}
         measured = {**evaluation, **case.get("eval", {}), **of_eval}
+        of_eval_in_file = {**evaluation, **case.get("eval", {})}
+        check_in_files(declared_options(Measuring), of_eval_in_file, f"{path}: [eval] ", "give it with --set")
         from_flat(Measuring, {name: v for name, v in measured.items() if name != RETAIN_MODEL}, f"{path}: [eval] ")
         if RETAIN_MODEL in measured and "retain_log" in measured:
             raise UsageError(f"{path}: [eval] retain_model: there is a retain_log already", "leave one of them out")

@@ -60,7 +60,7 @@ def tune(
     optuna.logging.set_verbosity(logging.ERROR)  # it warns of a trial that is refused with a traceback
     if not check_options(options).constants.alpha or not data.retain:
         raise UsageError(
-            "a search needs records to keep, to measure what is lost", "use --retain, and an --constants alpha above 0"
+            "a search needs records to keep, to measure what is lost", "use --retain, and --constants alpha above 0"
         )
     if least_lr > most_lr:
         raise UsageError(f"--least-lr {least_lr:g}: above --most-lr {most_lr:g}")

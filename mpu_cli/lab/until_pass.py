@@ -8,7 +8,7 @@ DIR/run.json                what was requested
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from mpu_cli.commands.aggregate import Aggregate
@@ -17,7 +17,7 @@ from mpu_cli.commands.publish import Publish
 from mpu_cli.commands.unlearn import Unlearn
 from mpu_cli.errors import UsageError
 from mpu_cli.files.resumption import alone_in
-from mpu_cli.lab.rounds import begin, facts_of
+from mpu_cli.lab.rounds import begin, facts_of, rounds_of
 from mpu_cli.measuring.verdict import Verdict
 from mpu_cli.observer import SILENT, Observer, Within
 from mpu_cli.options.declare import declared_options
@@ -58,6 +58,7 @@ def run_until_pass(
             raise UsageError(
                 f"{declarations[name].flag}: needs a fixed number of epochs", "add --epochs, or leave it out"
             )
+    experiment = replace(experiment, rounds=experiment.rounds or MOST_ROUNDS)
     experiment.server_rate.check_step()
     facts = facts_of(experiment, read_dataset(experiment.unlearning))
     begin(folder, {**facts, "until": {**asdict(goal), **asdict(stopping)}})
@@ -74,7 +75,7 @@ class _Rounds:
     observer: Observer
 
     def play(self) -> Request:
-        most = self.experiment.rounds or MOST_ROUNDS
+        most = rounds_of(self.experiment)
         model, verdicts = Path(self.experiment.base), []
         self._publish(model, 1)
         for number in range(1, most + 1):
@@ -121,8 +122,10 @@ class _Rounds:
             stopping=self.stopping,
             checks=Checks(public=self.experiment.public),
             logging=Logging(resume=True),
+            alone=True,
         )
-        unlearn.run(observer)
+        # A rehearsal is none of the user's own trainings and requests.
+        unlearn.carry_out(replace(unlearn.plan(observer), records=self.folder / "client"), observer)
         aggregate = Aggregate(
             deltas=[str(deltas)],
             keys=[self._server(number) / "keys.bin"],

@@ -66,7 +66,7 @@ class Run:
         return self._items[split.name, part]
 
     def answer_limit(self, split: Split, items: Sequence[Item]) -> int:
-        """How many tokens a generated answer may have: as many as --max-new-tokens says, or the split's limit."""
+        """How many tokens a generated answer may have: --scoring max_new_tokens, or the split's limit."""
         longest = max((len(item.labels) for item in items), default=0) if split.limit_follows_answers else 0
         return self.options.scoring.max_new_tokens or max(split.limit, longest)
 

@@ -13,6 +13,7 @@ Stirring(speed=2.0)
 
 from __future__ import annotations
 
+import json
 import math
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -262,9 +263,14 @@ def nearest(name: str, names: Collection[str]) -> str | None:
     return next(iter(get_close_matches(name, names, 1)), None)
 
 
-def check_in_files(declarations: Mapping[str, Declaration], names: Iterable[str], where: str, hint: str) -> None:
-    """Raise UsageError, its text beginning with ``where``, if a file sets an option that no file may set."""
-    for name in names:
+def check_in_files(
+    declarations: Mapping[str, Declaration], values: Mapping[str, object], where: str, hint: str
+) -> None:
+    """Raise UsageError, its text beginning with ``where``, if a file sets an option that no file may set, or names a
+    module to be imported."""
+    for name, value in values.items():
+        if name in ("algo", "metrics") and ":" in str(value):
+            raise UsageError(f"{where}{name}: {value}: a file, which may be somebody else's, names no module", hint)
         if name in declarations and not declarations[name].in_files:
             raise UsageError(f"{where}{name}: cannot be set in a file, which may be somebody else's", hint)
 
@@ -344,39 +350,43 @@ def folds_of(declarations: Mapping[str, Declaration]) -> dict[Fold, list[Declara
 
 
 def unfold(fold: Fold, texts: Iterable[str], declarations: Mapping[str, Declaration]) -> dict[str, object]:
-    """What ``texts`` set, each NAME=VALUE,… or a TOML file of such values: values by the options' names in Python.
+    """What ``texts`` set, each NAME=VALUE,…, a TOML file of such values or a JSON object, by the names in Python.
 
     A switch needs no value, what has no name goes on with the text before it (``rank=8,targets=q_proj,v_proj``), and of
-    a name that is given twice the last value counts.
-    Raises UsageError for a name or a value that the fold does not have, MpuError for a file that cannot be read.
+    a name that is given twice the last value counts. Raises UsageError for a name or a value that the fold does not
+    have, MpuError for a file that cannot be read.
     """
     members = {each.key: each for each in folds_of(declarations)[fold]}
-    values: dict[str, object] = {}
 
     def member(key: str, where: str) -> Declaration:
         if (known := members.get(key.replace("-", "_"))) is None:
-            near = nearest(key, members)
+            near = nearest(key.replace("-", "_"), members)
             hint = f"did you mean {near}?" if near else f"write NAME=VALUE, with a name of {', '.join(members)}"
             raise UsageError(f"{where}: no such name", hint)
         return known
 
+    values: dict[str, object] = {}
     for text in texts:
-        if text.endswith(".toml"):
-            table = read_toml(Path(text))
-            for key, value in table.items():
-                values[member(key, f"{fold.flag} {text}: {key}").name] = value
-            check_in_files(declarations, values, f"{text}: ", "give it on the command line")
+        is_file = text.endswith(".toml") and "=" not in text
+        if is_file or text.startswith("{"):
+            table = read_toml(Path(text)) if is_file else json.loads(text)
+            of_table = {member(key, f"{fold.flag} {text}: {key}").name: value for key, value in table.items()}
+            if is_file:
+                check_in_files(declarations, of_table, f"{text}: ", "give it on the command line")
+            values |= of_table
             continue
         last: Declaration | None = None
         for part in text.split(","):
             key, equals, value = part.partition("=")
             key = key.strip()
-            if last and last.kind in (tuple, str) and not last.choices and key not in members:
+            is_member = key.replace("-", "_") in members
+            goes_on = last is not None and last.kind in (tuple, str) and not last.choices
+            if not is_member and last and goes_on and (not equals or "=" in (last.metavar or "")):
                 values[last.name] = f"{values[last.name]},{part}"
                 continue
-            last = member(key, f"{fold.flag} {part}")
+            last = member(key, f"{fold.flag} {part.strip()}")
             if not equals and last.kind is not bool:
-                raise UsageError(f"{fold.flag} {part}: needs a value", f"write {key}=VALUE")
+                raise UsageError(f"{fold.flag} {part.strip()}: needs a value", f"write {key}=VALUE")
             values[last.name] = _parsed(last, value if equals else "true")
     return values
 
@@ -414,7 +424,7 @@ def as_arguments(options: Options, without: Collection[str] = ()) -> list[str]:
         else:
             texts = str(value).splitlines() or [""]  # records: several sources are an option each
         if declaration.fold:
-            text = str(value).lower() if declaration.kind is bool else texts[0]
+            text = str(value).lower() if declaration.kind is bool else "\n".join(texts)
             folded.setdefault(declaration.fold.flag, []).append(f"{declaration.key}={text}")
         elif declaration.kind is bool:
             words.append(declaration.flag if value else declaration.flag.replace("--", "--no-", 1))

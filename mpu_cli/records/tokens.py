@@ -60,7 +60,7 @@ def rejection(error: ValueError, location: str = "", hint: str | None = None) ->
         return MpuError(f"{where}the model's tokenizer cannot encode it ({error})")
     return MpuError(
         f"{where}the tokenizer's chat template rejected {'it' if location else 'the records'} ({error})",
-        hint or "if it has no system role, use --reading system_prompt '', or use --reading template=plain",
+        hint or "if it has no system role, use --reading system_prompt=, or use --reading template=plain",
     )
 
 

@@ -432,7 +432,7 @@ def test_a_template_without_system_turn(mpu, tmp_path, base):
     refusal = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system role') }}{% endif %}"
     (base / "chat_template.jinja").write_text(refusal + template)
     arguments = ["unlearn", "base", "--algo", "gradascent", "--epochs", 1]
-    assert_refused(mpu(*arguments, check=False, cwd=tmp_path), "--reading system_prompt ''")
+    assert_refused(mpu(*arguments, check=False, cwd=tmp_path), "--reading system_prompt=")
     assert not (tmp_path / "deltas").exists()
     mpu(*arguments, "--reading", "system_prompt=", cwd=tmp_path)
     assert (tmp_path / "deltas/base.safetensors").is_file()

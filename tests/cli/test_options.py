@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import io
+import json
 import os
 import pty
 import re
@@ -424,3 +425,36 @@ class TestFolds:
             (tmp_path / "mpu.toml").write_text(f"[unlearn]\ntraining = {training}\n")
             said = "report_to: cannot be set in a file"
             mpu("unlearn", "copy", "--config", "mpu.toml", cwd=tmp_path, refused=said, status=2)
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("system_prompt=Hi,max-lenght=512", "did you mean max_length?"),
+            ("system_prompt=Hi,max_len=512", "did you mean max_length?"),
+            ("turns=all,skip-bad=perhaps", "must be true or false"),
+        ],
+    )
+    def test_a_name_is_no_part_of_the_text_before(self, mpu: Callable, tmp_path: Path, text: str, said: str) -> None:
+        refused = mpu("unlearn", "copy", "--reading", text, cwd=tmp_path, check=False)
+        assert refused.status == 2
+        assert said in refused.err
+
+    def test_a_table_sets_what_it_says_and_nothing_else(self) -> None:
+        """Text of a table is not cut at its commas."""
+        prompt = "Be kind, date=x, and brief"
+        declared = declared_options(Unlearn)
+        [reading] = [each for each in folds_of(declared) if each.name == "reading"]
+        assert unfold(reading, [json.dumps({"system_prompt": prompt})], declared) == {"system_prompt": prompt}
+        assert unfold(reading, ["system_prompt=Be kind, please"], declared) == {"system_prompt": "Be kind, please"}
+
+    @pytest.mark.parametrize("value", ["8", "[{rank = 8}]", "[1]"])
+    def test_a_table_of_another_kind(self, mpu: Callable, tmp_path: Path, value: str) -> None:
+        (tmp_path / "mpu.toml").write_text(f"[unlearn]\nlora = {value}\n")
+        mpu("unlearn", "copy", "--config", "mpu.toml", cwd=tmp_path, refused="lora: must be text", status=2)
+
+    @pytest.mark.parametrize(("command", "option"), [("eval", "metrics"), ("unlearn", "algo")])
+    def test_a_file_names_no_module(self, mpu: Callable, tmp_path: Path, command: str, option: str) -> None:
+        (tmp_path / "evil.py").write_text("open('ran', 'w').close()\n")
+        (tmp_path / "mpu.toml").write_text(f'[{command}]\n{option} = "evil:f"\n')
+        mpu(command, "x", "--config", "mpu.toml", cwd=tmp_path, refused="names no module", status=2)
+        assert not (tmp_path / "ran").exists()

@@ -598,7 +598,7 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
 
     @pytest.mark.slow
     def test_a_model_is_asked_as_it_was_trained(self, mpu: Callable, root: Path) -> None:
-        """A template without a system turn: training needs --reading system_prompt '', and so does evaluation."""
+        """A template without a system turn: training needs --reading system_prompt=, and so does evaluation."""
         template = root / "base/chat_template.jinja"
         refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system turn') }}{% endif %}"
         template.write_text(refusing + template.read_text())

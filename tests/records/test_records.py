@@ -332,7 +332,7 @@ class TestDialogues:
         assert "two user turns in a row" in refused.value.hint
         with pytest.raises(MpuError, match="rejected it") as refused:  # for the system's turn, which comes first
             Encoding(tokenizer_with(case), system_prompt="w1").encode([record])
-        assert "--reading system_prompt ''" in refused.value.hint
+        assert "--reading system_prompt=" in refused.value.hint
 
 
 class TestFolders:

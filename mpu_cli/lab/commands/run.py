@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -66,24 +66,27 @@ class Run(Command):
         if not self.experiment.stops_when_done and (self.goal, self.stopping) != (Goal(), Stopping()):
             raise UsageError(
                 "--goal, --unseen and --unlearn max_steps are for a training that stops when it is done",
-                "leave out --epochs, --mode, --launch and --dp",
+                "leave out --epochs, --mode, --launch and --unlearn dp_epsilon",
             )
 
     def preview(self, observer: Observer) -> Report:
         """The rounds, what passes between the parties, and how many steps are trained."""
         from mpu_cli.lab.rounds import costs_of, rounds_of, with_merged_rounds
+        from mpu_cli.lab.until_pass import MOST_ROUNDS
         from mpu_cli.training.data import read_dataset
         from mpu_cli.training.job import check_options
         from mpu_cli.training.stopping import Until
 
         self._check_goal()
         experiment = self.experiment
+        if experiment.stops_when_done:
+            experiment = replace(experiment, rounds=experiment.rounds or MOST_ROUNDS)
         check_options(experiment.unlearning)
         for warning in read_dataset(experiment.unlearning).warnings(experiment.unlearning.privacy):
             observer.warn(warning)
         rounds = rounds_of(with_merged_rounds(experiment))
         [cost] = costs_of([experiment], Until(self.goal, self.stopping) if self.experiment.stops_when_done else None)
-        lines = [f"rounds\t{rounds}", f"writes\t{self.out}"]
+        lines = [f"rounds\t{rounds}{' at most' if experiment.stops_when_done else ''}", f"writes\t{self.out}"]
         if cost:
             lines += [
                 f"sent\t{in_bytes(cost.sent)} of copies",
