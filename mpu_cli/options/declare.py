@@ -369,7 +369,10 @@ def unfold(fold: Fold, texts: Iterable[str], declarations: Mapping[str, Declarat
     for text in texts:
         is_file = text.endswith(".toml") and "=" not in text
         if is_file or text.startswith("{"):
-            table = read_toml(Path(text)) if is_file else json.loads(text)
+            try:
+                table = read_toml(Path(text)) if is_file else json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise UsageError(f"{fold.flag} {text}: not a JSON object ({error})") from error
             of_table = {member(key, f"{fold.flag} {text}: {key}").name: value for key, value in table.items()}
             if is_file:
                 check_in_files(declarations, of_table, f"{text}: ", "give it on the command line")

@@ -465,6 +465,7 @@ READERS: dict[str, tuple[str, ...] | str] = {
     "measuring/retain.py": ("result",),
     "model/source.py": ("config", "generation config", "config, built"),
     "model/staging.py": ("adapter config", "adapter weights", "special tokens", "added tokens", "chat template"),
+    "options/declare.py": "the user's own command line",
     "protocol/keys.py": ("keys", "keys, sealed"),
     "protocol/register.py": ("register",),
     "protocol/updates.py": ("updates",),
