@@ -336,8 +336,8 @@ class Watching(TrainerCallback):
             look = self._look_at_share(model, weights, scale, steps)
         else:
             look, scale, weights = self._best
-            if self._further.share:
-                look, scale = self._scaled_back(model, weights, look)
+            if self._further.share:  # the level is lower there, so that half of a change may be too much
+                look, scale = self._scaled_back(model, weights, look, low=0.25)
         self._set_share(model, weights, scale)
         return look, Course(look.step, self.level, scale)
 
