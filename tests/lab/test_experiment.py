@@ -676,11 +676,16 @@ def test_finetune_learns(mpu: Callable, root: Path) -> None:
 def test_a_rehearsal_publishes_what_publish_does(mpu: Callable, root: Path, options: str) -> None:
     """`run` and `plan` have the copies and the noise of `publish` with the same options."""
     mpu("publish", "base", *options.split(), cwd=root)
+    of_run: list[str] = []
+    for flag, value in zip(options.split()[::2], options.split()[1::2], strict=True):
+        apart = flag in ("--public", "--copies", "--kappa", "--permanent-noise")
+        name = flag.removeprefix("--").replace("-", "_")
+        of_run += [flag, value] if apart else ["--publish", f"{name}={value}"]
     mpu(
         "run",
         "base",
         *for_run(TRAINING),
-        *options.split(),
+        *of_run,
         "--rounds",
         1,
         "--epochs",

@@ -79,7 +79,7 @@ def test_records_that_the_public_model_knows_as_well_tell_nothing(
     weights = load_file(public / "model.safetensors")
     save_file({name: 1.001 * x for name, x in weights.items()}, public / "model.safetensors", {"format": "pt"})
     mpu("publish", demo.model, "--public", public, "--copies", 2, "--kappa", 0.1, cwd=tmp_path)
-    options = ("--forget", demo.forget, "--retain", demo.retain, "--max-steps", 1)
+    options = ("--forget", demo.forget, "--retain", demo.retain, "--unlearn", "max_steps=1")
     mpu("rehearse", "copy_1", "copy_2", *options, fails="no better than a model that never saw them", cwd=tmp_path)
 
 
@@ -114,11 +114,11 @@ def test_a_step_does_what_the_rehearsal_says(mpu: Callable, tmp_path: Path, demo
     chosen = [rows[record.question] for record in hold_out(data, 0.2).held_out]
     held_out.write_text("".join(line + "\n" for line in chosen))
     mpu("publish", demo.model, "--copies", 1, "--permanent-noise", 0.05, "--kappa", 0, cwd=tmp_path)
-    options = ("--forget", demo.forget, "--retain", demo.retain, "--unseen", unseen, "--max-steps", 8)
+    options = ("--forget", demo.forget, "--retain", demo.retain, "--unseen", unseen)
     before = {path.name for path in tmp_path.iterdir()}
-    played = mpu("rehearse", "copy_1", *options, "--json", cwd=tmp_path, check=False)
+    played = mpu("rehearse", "copy_1", *options, "--unlearn", "max_steps=8", "--json", cwd=tmp_path, check=False)
     assert {path.name for path in tmp_path.iterdir()} == before
-    unlearned = mpu("unlearn", "copy_1", *options, "--json", cwd=tmp_path)
+    unlearned = mpu("unlearn", "copy_1", *options, "--max-steps", 8, "--json", cwd=tmp_path)
     assert not any("ledger" in warning for warning in unlearned.json["warnings"])
     known = {path: probabilities(demo.model, path) for path in (demo.forget, held_out, unseen)}
     for row in played.json["steps"]:
