@@ -58,6 +58,7 @@ def defaults_from(
     """
     if path.suffix == ".json":
         raise UsageError(f"{FLAG} {path}: expected a TOML file of options", "a model's config.json is --model-config")
+    hint = "give it on the command line, or as a variable"
     defaults: dict[str, dict[str, object]] = {}
     for name, table in read_toml(path).items():
         if name not in commands or not isinstance(table, dict):
@@ -65,30 +66,27 @@ def defaults_from(
             raise UsageError(f"{path}: {name}: not a command", f"put options into a table: {tables}")
         parameters = {_option_name(parameter): parameter for parameter in commands[name].params}
         declarations = declared_options(classes[name])
+        folds = {fold.name: fold for fold in folds_of(declarations)}
         defaults[name] = {}
         for option, value in table.items():
             parameter = parameters.get(option.replace("-", "_"))
             if parameter is None:
                 near = nearest(option.replace("-", "_"), parameters)
-                hint = f"did you mean {near}?" if near else None
-                raise UsageError(f"{path}: [{name}] {option}: no such option", hint)
+                meant = f"did you mean {near}?" if near else None
+                raise UsageError(f"{path}: [{name}] {option}: no such option", meant)
             takes_several = getattr(parameter, "multiple", False) or parameter.nargs == -1
-            if not takes_several:
+            if parameter.name in folds:
+                if not isinstance(value, str | dict):
+                    raise UsageError(f"{path}: [{name}] {option}: must be text, NAME=VALUE,…, or a table")
+                value = value if isinstance(value, str) else json.dumps(value, default=str)
+                of_fold = unfold(folds[parameter.name], [value], declarations)
+                check_in_files(declarations, of_fold, f"{path}: [{name}] ", hint)
+            elif not takes_several:
                 value = _as_given(value, "\n" if parameter.metavar == RECORDS else ",")
-            elif isinstance(value, dict):  # of a fold
-                value = [json.dumps(value, default=str)]
             elif not isinstance(value, list):
                 value = [value]
-            if parameter.name in {fold.name for fold in folds_of(declarations)} and not all(
-                isinstance(each, str) for each in value
-            ):
-                raise UsageError(f"{path}: [{name}] {option}: must be text, NAME=VALUE,…, or a table")
             defaults[name][parameter.name] = value
-        hint = "give it on the command line, or as a variable"
         check_in_files(declarations, defaults[name], f"{path}: [{name}] ", hint)
-        for fold in folds_of(declarations):
-            of_fold = unfold(fold, defaults[name].get(fold.name, ()), declarations)  # type: ignore[arg-type]
-            check_in_files(declarations, of_fold, f"{path}: [{name}] ", hint)
     return defaults
 
 

@@ -13,7 +13,7 @@ import typer
 from mpu_cli.cli.output import emit, emit_table, terminal, warn
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.options.command import Command, Preview
-from mpu_cli.options.declare import Declaration, Fold, declared_options, folds_of, from_flat, unfold
+from mpu_cli.options.declare import AGAIN, Declaration, Fold, declared_options, folds_of, from_flat, unfold
 from mpu_cli.wording import in_bytes
 
 ALWAYS = ("--dry-run", "--force", "--json", "--help")  # which help shows of every command
@@ -36,7 +36,7 @@ def function_of(command: type[Command], *, with_options: bool = True) -> Callabl
         if "as_json" not in declarations:
             del values["as_json"]
         for fold in folds:
-            values |= unfold(fold, values.pop(fold.name) or (), declarations)
+            values |= unfold(fold, filter(None, (values.pop(fold.name) or "").split(AGAIN)), declarations)
         specified = {name: value for name, value in values.items() if value is not None}
         carry_out(from_flat(command, specified), dry_run=dry_run, as_json=as_json)
 
@@ -86,12 +86,11 @@ def _parameter(declaration: Declaration) -> inspect.Parameter:
 
 
 def _folded_parameter(fold: Fold, members: Sequence[Declaration]) -> inspect.Parameter:
-    """Several options as the one of their fold."""
+    """Several options as the one of their fold, with AGAIN between its values if it is given several times."""
     names = [f"{each.key}: {each.help}" for each in members]
-    info = typer.Option(
-        fold.flag, help=" ".join([fold.help, *names]), metavar="NAME=VALUE,…", rich_help_panel=members[0].panel
-    )
-    kind = Annotated[Optional[List[str]], info]  # noqa: UP006, UP045 (typer takes a list's type from List)
+    text = " ".join([fold.help, "Also from FILE.toml.", *names])
+    info = typer.Option(fold.flag, help=text, metavar="NAME=VALUE,…", rich_help_panel=members[0].panel)
+    kind = Annotated[Optional[str], info]  # noqa: UP045 (the kind is a value here)
     return inspect.Parameter(fold.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
 
 

@@ -54,7 +54,7 @@ from mpu_cli.lab.commands.sweep import Sweep
 from mpu_cli.lab.commands.trace import Trace
 from mpu_cli.lab.commands.tune import Tune
 from mpu_cli.options.command import Command
-from mpu_cli.options.declare import OTHER_NAMES, declared_options
+from mpu_cli.options.declare import AGAIN, OTHER_NAMES, declared_options, folds_of
 from mpu_cli.version import __version__
 from mpu_cli.wording import printable
 
@@ -201,15 +201,18 @@ REPEATED = ("--forget", "--retain", "--unseen")  # records, of which several sou
 
 
 def join_repeated_options(arguments: list[str]) -> list[str]:
-    """``arguments`` in which records that are named several times are one option's, a source a line: of other options
-    the last one counts, but records that were named and not read would be missed by nobody."""
+    """``arguments`` in which records and options of several parts that are given several times are one option's, as
+    lines and with AGAIN between them: of other options the last one counts, but records that were named and not read
+    would be missed by nobody."""
+    command = next((COMMANDS[each] for each in arguments if each in COMMANDS), None)
+    repeated = {*REPEATED, *(fold.flag for fold in folds_of(declared_options(command) if command else {}))}
     end = arguments.index("--") if "--" in arguments else len(arguments)
     remaining: list[str] = []
     sources: dict[str, list[str]] = {}
     waiting = iter(arguments[:end])
     for each in waiting:
         flag, equals, value = each.partition("=")
-        if flag not in REPEATED:
+        if flag not in repeated:
             remaining.append(each)
             continue
         source = value if equals else next(waiting, None)
@@ -217,7 +220,7 @@ def join_repeated_options(arguments: list[str]) -> list[str]:
             return arguments  # the option lacks its value, which typer says better
         sources.setdefault(flag, []).append(source)
     for flag, names in sources.items():
-        remaining += [flag, "\n".join(names)]
+        remaining += [flag, ("\n" if flag in REPEATED else AGAIN).join(names)]
     return [*remaining, *arguments[end:]]
 
 

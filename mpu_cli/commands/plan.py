@@ -57,7 +57,7 @@ class Plan(Command):
     lora: Lora = group(Lora)
     reading: RecordFormat = group(RecordFormat)
     public: str | None = option(None, "Public model that MODEL was fine-tuned from, as for publish.", metavar="MODEL")
-    algo: str = option(Unlearning.algo, "Unlearning algorithm.", metavar="NAME")
+    algo: str = option(Unlearning.algo, "Unlearning algorithm.", metavar="NAME", imports=True)
     forget: str | None = option(
         None, "Records to forget, to count the steps and memory of training (as for unlearn).", metavar="DATA"
     )

@@ -29,6 +29,7 @@ from mpu_cli.errors import UsageError
 from mpu_cli.toml import read_toml
 
 SMALLEST, LARGEST = 1e-30, 1e30  # sizes of a number but 0: its square and its inverse are finite in float64
+AGAIN = "\x1e"  # between the values of an option of several parts that is given several times
 RECORDS = "DATA"  # the metavar of options that name records, of one source or of several
 # Options as transformers, TRL and peft call them.
 OTHER_NAMES = {
@@ -121,6 +122,7 @@ class Declaration:
     item: type = str
     hidden: bool = False  # from help
     in_files: bool = True  # whether a file of options may set it
+    imports: bool = False  # a module, if the value has a colon: module:function
     fold: Fold | None = None  # the option of the command line that this one is a part of
 
     def part_of(self, fold: Fold) -> Declaration:
@@ -190,13 +192,14 @@ def option(
     affects_result: bool = True,
     hidden: bool = False,
     in_files: bool = True,
+    imports: bool = False,
     fold: Fold | None = None,
 ) -> Any:
     """A field of a group. ``default`` ``...`` makes it required; ``choices``: in place of a Literal's; ``flag``: on the
     command line, if it is not the name with hyphens; ``argument``: positional there and in Python; ``panel``: in help,
     if it is not the group's; ``fold``: the option that it is a part of there, if not the group's ``FOLD``.
     ``in_files`` is False for what a file of options, which may be another party's, must not do unnoticed: run a
-    program, send something, choose secrets, replace files, leave out a check."""
+    program, send something, choose secrets, replace files, leave out a check; ``imports``: it may not name a module."""
     bounded = (least, above, below) != (None, None, None)
     metadata = {  # its names are those of fields of ``Declaration``
         "help": help,
@@ -209,6 +212,7 @@ def option(
         "affects_result": affects_result,
         "hidden": hidden,
         "in_files": in_files,
+        "imports": imports,
         "fold": fold,
     }
     return field(default=MISSING if default is ... else default, metadata=metadata, kw_only=not argument)
@@ -269,9 +273,11 @@ def check_in_files(
     """Raise UsageError, its text beginning with ``where``, if a file sets an option that no file may set, or names a
     module to be imported."""
     for name, value in values.items():
-        if name in ("algo", "metrics") and ":" in str(value):
+        if (declared := declarations.get(name)) is None:
+            continue
+        if declared.imports and ":" in str(value):
             raise UsageError(f"{where}{name}: {value}: a file, which may be somebody else's, names no module", hint)
-        if name in declarations and not declarations[name].in_files:
+        if not declared.in_files:
             raise UsageError(f"{where}{name}: cannot be set in a file, which may be somebody else's", hint)
 
 
@@ -414,26 +420,30 @@ def _parsed(declaration: Declaration, text: str) -> object:
 def as_arguments(options: Options, without: Collection[str] = ()) -> list[str]:
     """What of ``options`` differs from the defaults, as on the command line, except those ``without``."""
     words: list[str] = []
-    folded: dict[str, list[str]] = {}
+    folded: dict[Fold, dict[str, Any]] = {}
     values, group_class = flat(options), type(options)
     for name, declaration in declared_options(group_class).items():  # type: ignore[arg-type] # a class has a hash
         value = values[name]
         if name in without or value in (declaration.default, None, ()):
             continue
-        if isinstance(value, tuple):
-            texts = [",".join(map(str, value))]
-        elif isinstance(value, float):
-            texts = [str(value).removesuffix(".0")]
-        else:
-            texts = str(value).splitlines() or [""]  # records: several sources are an option each
         if declaration.fold:
-            text = str(value).lower() if declaration.kind is bool else "\n".join(texts)
-            folded.setdefault(declaration.fold.flag, []).append(f"{declaration.key}={text}")
+            folded.setdefault(declaration.fold, {})[declaration.key] = value
         elif declaration.kind is bool:
             words.append(declaration.flag if value else declaration.flag.replace("--", "--no-", 1))
         else:
-            for text in texts:
+            for text in _texts(value).splitlines() or [""]:  # records: several sources are an option each
                 words += [declaration.flag, text]
-    for flag, texts in folded.items():
-        words += [flag, ",".join(texts)]
+    for fold, given in folded.items():
+        pairs = ",".join(f"{key}={_texts(value)}" for key, value in given.items())
+        # Text may look like further parts.
+        is_plain = not any(isinstance(value, str | Path) and {",", "\n"} & set(str(value)) for value in given.values())
+        words += [fold.flag, pairs if is_plain else json.dumps(given, default=str)]
     return words
+
+
+def _texts(value: object) -> str:
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value).removesuffix(".0") if isinstance(value, float) else str(value)

@@ -142,6 +142,7 @@ class Measuring(Options):
         "Metrics to compute, comma-separated, also of installed packages or your own as module:function (default: all "
         "of the benchmark's).",
         metavar="NAMES",
+        imports=True,
     )
     retain_log: Path | None = option(
         None,

@@ -315,6 +315,7 @@ class Unlearning(Options):
         "hinge",
         f"Unlearning algorithm: {', '.join(ALGORITHMS)}, one of an installed package, or your own as module:function.",
         metavar="NAME",
+        imports=True,
     )
     epochs: int | None = option(
         None,

@@ -204,7 +204,7 @@ class Fingerprints:
         return sum(len(publication.keys("")) for publication in self.publications)
 
     def of(self, tensor: TensorLayout) -> TensorNoise:
-        """Those of ``tensor``, of the base with all layers."""
+        """The draws in ``tensor``, of the base, beside the known weights with which they are fitted."""
         known = [self.base.checkpoint.tensor(tensor.name)]
         known += [self.public[tensor.name]] if self.public else []
         return TensorNoise(tensor, self.publications, [as_matrix(each) for each in known])

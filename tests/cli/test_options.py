@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import io
-import json
 import os
 import pty
 import re
@@ -439,22 +438,40 @@ class TestFolds:
         assert refused.status == 2
         assert said in refused.err
 
-    def test_a_table_sets_what_it_says_and_nothing_else(self) -> None:
-        """Text of a table is not cut at its commas."""
-        prompt = "Be kind, date=x, and brief"
+    @pytest.mark.parametrize("prompt", ["Be kind, date=x, and brief", "two\nlines, skip_bad", '{"a": 1}, b', ""])
+    def test_any_text_survives_as_a_command_that_is_printed(self, prompt: str) -> None:
+        """Also text that looks like further parts of the option."""
         declared = declared_options(Unlearn)
         [reading] = [each for each in folds_of(declared) if each.name == "reading"]
-        assert unfold(reading, [json.dumps({"system_prompt": prompt})], declared) == {"system_prompt": prompt}
-        assert unfold(reading, ["system_prompt=Be kind, please"], declared) == {"system_prompt": "Be kind, please"}
+        expected = Unlearn.of(["copy"], system_prompt=prompt, turns="all")
+        [_, text] = as_arguments(expected, without=("copies",))
+        assert from_flat(Unlearn, {"copies": ["copy"], **unfold(reading, text.split("\n"), declared)}) == expected
+
+    def test_a_variable_and_a_repeated_option(
+        self, mpu: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A variable is not cut at its spaces, and of an option that is given twice both count."""
+        mpu("unlearn", "copy", "--lora", "rank=2", "--lora", "alpha=-1", cwd=tmp_path, refused="--lora alpha", status=2)
+        mpu("unlearn", "copy", "--lora", "rank=-2", "--lora", "alpha=1", cwd=tmp_path, refused="--lora rank", status=2)
+        monkeypatch.setenv("MPU_UNLEARN_READING", "system_prompt=You are brief,max_length=-1")
+        mpu("unlearn", "copy", cwd=tmp_path, refused="MPU_UNLEARN_READING max_length=-1", status=2)
 
     @pytest.mark.parametrize("value", ["8", "[{rank = 8}]", "[1]"])
     def test_a_table_of_another_kind(self, mpu: Callable, tmp_path: Path, value: str) -> None:
         (tmp_path / "mpu.toml").write_text(f"[unlearn]\nlora = {value}\n")
         mpu("unlearn", "copy", "--config", "mpu.toml", cwd=tmp_path, refused="lora: must be text", status=2)
 
-    @pytest.mark.parametrize(("command", "option"), [("eval", "metrics"), ("unlearn", "algo")])
-    def test_a_file_names_no_module(self, mpu: Callable, tmp_path: Path, command: str, option: str) -> None:
+    @pytest.mark.parametrize(
+        ("command", "file"),
+        [
+            (("eval", "x", "--config", "options.toml"), '[eval]\nmetrics = "evil:f"\n'),
+            (("unlearn", "x", "--config", "options.toml"), '[unlearn]\nalgo = "evil:f"\n'),
+            (("sweep", "options.toml"), 'base = "x"\nalgo = ["npo", "evil:f"]\n'),
+            (("sweep", "options.toml"), 'base = "x"\n[eval]\nmetrics = ["evil:f"]\n'),
+        ],
+    )
+    def test_a_file_names_no_module(self, mpu: Callable, tmp_path: Path, command: tuple, file: str) -> None:
         (tmp_path / "evil.py").write_text("open('ran', 'w').close()\n")
-        (tmp_path / "mpu.toml").write_text(f'[{command}]\n{option} = "evil:f"\n')
-        mpu(command, "x", "--config", "mpu.toml", cwd=tmp_path, refused="names no module", status=2)
+        (tmp_path / "options.toml").write_text(file)
+        mpu(*command, cwd=tmp_path, refused="names no module", status=2)
         assert not (tmp_path / "ran").exists()
