@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -75,7 +75,7 @@ class UnlearnPlan:
     options: Unlearning
     until: Until | None
     sources: Sequence[Source]
-    records: Path | None = None  # where the ledger and the note of requests are, if not in the user's configuration
+    notes: Path | None = None  # where the ledger and the note of requests are, if not in the user's configuration
 
     @property
     def warnings(self) -> list[str]:
@@ -84,7 +84,7 @@ class UnlearnPlan:
 
     def _path(self, default: Path) -> Path:
         """Where the client's ledger or note of requests is."""
-        return default if self.records is None else self.records / default.name
+        return default if self.notes is None else self.notes / default.name
 
     def passes_over(self, task: UnlearningTask, opened: Path) -> bool:
         """Whether --resume passes over ``task``, whose copy is ``opened``: its delta is there already.
@@ -257,9 +257,9 @@ class Unlearn(Command):
     )
     course: str | None = option(
         None,
-        "What `unlearn` printed for the first copy of the publication, on another machine: its steps, level and share, "
+        "What `unlearn` printed for the first copy of the publication, on another machine: its steps, level, share, α, "
         "which all copies have in common.",
-        metavar="S:B:C",
+        metavar="S:B:C:A",
         panel=Stopping.PANEL,
     )
     show: int = option(0, "Print answers to the first N questions to forget, before and after.", metavar="N", least=0)
@@ -294,7 +294,7 @@ class Unlearn(Command):
             )
         tasks = self._tasks(copies)
         sources = [source_of(options, data.forget)]
-        latest = _earlier_requests(tasks, sources[0])  # read in any case: damage shows before the training
+        latest = _latest_requests(tasks, sources[0])  # read in any case: damage shows before the training
         if self.alone:
             latest = {}
         if until and not options.privacy.public_records:
@@ -366,7 +366,7 @@ class Unlearn(Command):
         """What came of one copy."""
         manifest = read_copy_manifest(Path(copy)) if Path(copy).is_dir() else None
         if result.course and manifest and manifest.copies > len(self.copies):
-            course = f"{result.course.steps}:{result.course.level:g}:{result.course.scale:g}"
+            course = ":".join(f"{value:g}" for value in astuple(result.course))
             observer.note(
                 f"the other copies of this publication, if another machine trains them, take --course {course}"
             )
@@ -474,7 +474,7 @@ class Unlearn(Command):
         )
 
 
-def _earlier_requests(tasks: Sequence[UnlearningTask], source: Source) -> dict[str, Request]:
+def _latest_requests(tasks: Sequence[UnlearningTask], source: Source) -> dict[str, Request]:
     """The last request on each copy before that for the records of ``source``."""
     from mpu_cli.training.requests import default_requests_path, latest_on, read_requests
 
@@ -489,14 +489,15 @@ def _course(text: str) -> Course:
     from mpu_cli.training.ledger import Course
 
     try:
-        steps, level, scale = text.split(":")
-        course = Course(int(steps), float(level), float(scale))
+        steps, level, scale, alpha = text.split(":")
+        course = Course(int(steps), float(level), float(scale), float(alpha))
     except ValueError as error:
         raise UsageError(
-            f"--course {text}: not a course", "give it as `mpu unlearn` printed it, such as 60:-6.5:1"
+            f"--course {text}: not a course", "give it as `mpu unlearn` printed it, such as 60:-6.5:1:10"
         ) from error
-    if not (0 < course.steps < 1_000_000 and -100 < course.level < 0 < course.scale < 10):
-        raise UsageError(f"--course {text}: not a course", "give it as `mpu unlearn` printed it, such as 60:-6.5:1")
+    is_likely = 0 < course.steps < 1_000_000 and -100 < course.level < 0 < course.scale < 10 and 0 <= course.alpha < 1e6
+    if not is_likely:
+        raise UsageError(f"--course {text}: not a course", "give it as `mpu unlearn` printed it, such as 60:-6.5:1:10")
     return course
 
 

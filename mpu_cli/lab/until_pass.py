@@ -125,7 +125,7 @@ class _Rounds:
             alone=True,
         )
         # A rehearsal is none of the user's own trainings and requests.
-        unlearn.carry_out(replace(unlearn.plan(observer), records=self.folder / "client"), observer)
+        unlearn.carry_out(replace(unlearn.plan(observer), notes=self.folder / "client"), observer)
         aggregate = Aggregate(
             deltas=[str(deltas)],
             keys=[self._server(number) / "keys.bin"],

@@ -78,14 +78,15 @@ def share_left(after: Probabilities, before: Probabilities, public: Probabilitie
 
 
 def error_of_share_left(after: Probabilities, before: Probabilities, public: Probabilities | None = None) -> float:
-    """The standard error of ``share_left`` over the draw of records, those that were known before taken as given."""
+    """The standard error of ``share_left`` over the draw of records, those that were known before taken as given: of
+    what exceeds the baseline, for how far below it a record is says nothing of what is left."""
     known = _signed(before, public)
     if known < LEAST_KNOWN:
         return math.inf
     excess, scatter = _excess(after, public)
-    variance = excess.var() / len(excess)
+    variance = np.maximum(excess, 0).var() / len(excess)
     if scatter is not None:
-        variance += scatter.var() / len(scatter)
+        variance += np.maximum(scatter, 0).var() / len(scatter)
     return math.sqrt(variance) / known
 
 

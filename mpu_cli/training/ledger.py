@@ -26,12 +26,12 @@ LOSSES_OF, COURSE_OF = "losses_of", "course_of"  # lines that add to an earlier 
 
 @dataclass(frozen=True)
 class Course:
-    """What all copies of a round have to share for the noise to cancel: the number of steps, the level of the hinge
-    loss, and the share of the change that is returned."""
+    """What all copies of a round have to share for the noise to cancel, as the first one settled it."""
 
     steps: int
-    level: float
-    scale: float = 1.0
+    level: float  # of the hinge loss, in nats per token
+    scale: float  # the share of the change that is returned
+    alpha: float  # the weight of the retain term
 
 
 @dataclass(frozen=True)

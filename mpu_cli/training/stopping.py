@@ -33,7 +33,7 @@ from mpu_cli.observer import Observer
 from mpu_cli.options.unlearning import Goal, Stopping
 from mpu_cli.records.encode import Example
 from mpu_cli.records.forms import digest_of_record
-from mpu_cli.records.knowledge import Probabilities, error_of_share_left, share_kept, share_left, tail_of
+from mpu_cli.records.knowledge import LEAST_KNOWN, Probabilities, error_of_share_left, share_kept, share_left, tail_of
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.ledger import Course
 
@@ -64,11 +64,15 @@ class FurtherNoise:
 LEAST_HELD_OUT = 16
 SCORED_RECORDS = 128  # records of a set at most: the standard error of a mean probability is then below 0.05
 FAITHFUL_NOISE = 0.01  # permanent noise, as a share of the weights, up to which a copy's scores are the model's
-HALVINGS = 3  # of the upper half of the change, in which the share that suffices is sought
+PRECISION = 0.1  # to which the share of the change that suffices is sought, relative to it
 
 # Noise of the copy's size, once more, may take this share of what the answers have to fall off them, in nats, where the
 # copy's answers are said to be the model's.
 UNFELT_SHARE = 0.1
+# Times the share of a change that suffices on the copy under fresh noise: what is returned. The change is fitted to the
+# copy's own noise, which fresh noise does not remove, so it does as much there as 1.15 to 1.3 times it does to the
+# server's model (docs/stopping.md).
+SHARE_MARGIN = 1.15
 # Times the steps after which a copy has forgotten whose scores are not the model's. On the server's model the records
 # go on being forgotten, and what was lost of the others comes back: on SmolLM2 until about three times
 # (docs/stopping.md).
@@ -193,6 +197,16 @@ class Scorer:
         level = round(min(max(level, LOWEST_LEVEL), HIGHEST_LEVEL), 1)  # in tenths
         return pulling_level(level, -self._known)
 
+    def middle(self, error: float) -> float:
+        """The middle of the shares left, each with its standard ``error``, with which `check` passes: from ``max_left``
+        to one whose interval ends twice as much below a stranger or, where a stranger knows less, to nothing."""
+        unseen, lowest = self.before.get("unseen"), 0.0
+        if unseen and self._public is None:  # record by record, nothing left is 0
+            guessed = fmean(unseen)
+            known = max(fmean(self.before["forget"]) - guessed, LEAST_KNOWN)
+            lowest = -min(2 * (self._max_left + error), guessed / known)
+        return (self._max_left + lowest) / 2
+
     @property
     def fall(self) -> float:
         """By how many nats a token the answers have to fall until they are those of a model that does not know them."""
@@ -209,9 +223,9 @@ class Scorer:
         unknown = self._public.forget if self._public else self.before.get("unseen")
         return UNKNOWN_LEVEL if unknown is None else max(UNKNOWN_LEVEL, math.log(max(fmean(unknown), 1e-9)))
 
-    def is_unfelt(self, model: PreTrainedModel, noise: FurtherNoise) -> bool:
-        """Whether ``noise`` takes next to nothing off the log-probability of the answers to forget; if so, what was
-        known ``before`` is from now on what was known under it, as the looks are."""
+    def adopt_if_unfelt(self, model: PreTrainedModel, noise: FurtherNoise) -> bool:
+        """Whether ``noise`` takes next to nothing off the log-probability of the answers to forget. If so, looks are
+        under it from now on, and compared with what was known under it."""
         before = _copy_weights(model, torch.device("cpu"))
         _set_weights(model, before, noise.noisy)
         noisy = self._probabilities(model, self._answers)
@@ -253,8 +267,9 @@ class Watching(TrainerCallback):
 
     A training that follows the course of another copy is looked at once, at its end. ``noise``: of the copy, permanent,
     as a share of the weights. Where there is next to none, the copy ``is_faithful``: its scores are those of the
-    server's model. Where noise is not felt, the look is at the weights with as much again, drawn from ``seed``.
-    ``level``: None for what the scores and the noise call for. Checkpoints hold what this has kept (``on_save``,
+    server's model. Where noise is not felt, the look is at the weights with as much again, drawn from ``seed``. Either
+    way only as much of the change is returned as suffices (``is_scaled``), and α is ``faithful_alpha``. ``level`` and
+    ``alpha``: None and the algorithm's own, or what was asked for. Checkpoints hold what this has kept (``on_save``,
     ``resume``).
     """
 
@@ -266,6 +281,8 @@ class Watching(TrainerCallback):
         noise: float,
         *,
         level: float | None,
+        alpha: float,
+        faithful_alpha: float | None,
         seed: int,
         observer: Observer,
     ):
@@ -277,14 +294,15 @@ class Watching(TrainerCallback):
         self._initial = _copy_weights(model, self._place)
         self._further = FurtherNoise(self._initial, seed + 1, 0.0)  # what the change has to work under, at a look
         is_lora = any("lora_" in name for name in self._initial)  # factors are not weights of the copy
-        if not (self.is_faithful or is_lora):
+        if not (self.is_faithful or is_lora or self._course):
             further = FurtherNoise(self._initial, seed + 1, noise)
-            if scorer.is_unfelt(model, further):
+            if scorer.adopt_if_unfelt(model, further):
                 self._further = further
         self.is_scaled = self.is_faithful or self._further.share > 0  # back to what suffices
         self._best: tuple[Look, float, dict[str, torch.Tensor]] | None = None  # with the share of the change
-        if self._course:
-            self.level = self._course.level
+        self.alpha = float(faithful_alpha if self.is_scaled and faithful_alpha is not None else alpha)
+        if self._course:  # a copy of a round may feel noise that another does not: they have to be trained alike
+            self.level, self.alpha = self._course.level, self._course.alpha
         elif level is not None:
             self.level = level
         else:
@@ -337,9 +355,11 @@ class Watching(TrainerCallback):
         else:
             look, scale, weights = self._best
             if self._further.share:  # the level is lower there, so that half of a change may be too much
-                look, scale = self._scaled_back(model, weights, look, low=0.25)
+                _, least = self._scaled_back(model, weights, look, low=0.25)
+                scale = min(1.0, SHARE_MARGIN * least)
+                look = self._look_at_share(model, weights, scale, look.step)
         self._set_share(model, weights, scale)
-        return look, Course(look.step, self.level, scale)
+        return look, Course(look.step, self.level, scale, self.alpha)
 
     def _scaled_back(
         self,
@@ -347,17 +367,17 @@ class Watching(TrainerCallback):
         weights: Mapping[str, torch.Tensor],
         look: Look,
         low: float = 0.5,
-        high: float = 1.0,
     ) -> tuple[Look, float]:
-        """The smallest share between ``low`` and ``high`` of the change to ``weights`` that is enough, and the look at
-        it; ``look`` is the one at ``high``, which stays where nothing is forgotten there.
+        """The smallest share of the change to ``weights``, from ``low`` on, that is enough, and the look at it;
+        ``look`` is the one at all of it, which stays where that has not forgotten.
 
         A share of a change that went further keeps more than a change that stopped there, and records that are less
         known than a stranger's show what was forgotten.
         """
+        high = 1.0
         if not self._is_forgotten(look):
             return look, high
-        for _ in range(HALVINGS):
+        while high - low > PRECISION * high:
             middle = (low + high) / 2
             tried = self._look_at_share(model, weights, middle, look.step)
             if self._is_enough(tried):
@@ -394,8 +414,13 @@ class Watching(TrainerCallback):
 
     def _is_forgotten(self, look: Look) -> bool:
         """Whether at most half of what may be left is left, on too many records for that to be chance, and none stands
-        out; on a copy whose scores are not the model's, also whether the loss hardly pulls any more."""
-        little_left = look.left <= self._goal.max_left / 2 and look.left_high <= self._goal.max_left
+        out; under further noise, whether what is left is a standard error below the middle of what passes; on a copy
+        whose scores are not the model's, whether the loss hardly pulls any more."""
+        if self._further.share:
+            error = (look.left_high - look.left) / 2
+            little_left = look.left + error <= self._scorer.middle(error)
+        else:
+            little_left = look.left <= self._goal.max_left / 2 and look.left_high <= self._goal.max_left
         hardly_pulls = self.is_scaled or look.above <= LEVEL_MARGIN
         return little_left and not look.stands_out and hardly_pulls
 

@@ -468,13 +468,13 @@ def _watch(
         scorer = Scorer(to_train, examples, at_once, public, job.until.goal.max_left, probabilities)
         noise = job.manifest.noise if job.manifest else 0.0
         watching = Watching(
-            to_train, scorer, job.until, noise, level=options.loss.level, seed=options.training.seed,
-            observer=job.observer,
+            to_train, scorer, job.until, noise, level=options.loss.level, alpha=constants.alpha,
+            faithful_alpha=algorithm.faithful_alpha if options.loss.alpha is None else None,
+            seed=options.training.seed, observer=job.observer,
         )  # fmt: skip
+        constants = replace(constants, alpha=watching.alpha)
         if has_level:
             constants = replace(constants, level=watching.level)
-        if watching.is_scaled and algorithm.faithful_alpha is not None and options.loss.alpha is None:
-            constants = replace(constants, alpha=algorithm.faithful_alpha)
     # Not under DP, where the level would leak what the copy knows.
     elif has_level and before and options.loss.level is None and options.privacy.dp_epsilon is None:
         constants = replace(constants, level=pulling_level(constants.level, before.forget))

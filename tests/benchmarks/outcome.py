@@ -4,7 +4,8 @@ python -m tests.benchmarks.outcome MODEL FORGET RETAIN HELD UNSEEN [PUBLISH OPTI
 
 Plays publish, unlearn and aggregate word for word, no option but paths and those of publish, and prints what is left of
 FORGET and what is kept of HELD, records that the model knows and no command sees, as shares of what it knew; then both
-for other steps along the same update, times the one that was taken. UNSEEN are records that it never saw; with
+for other steps along the same update, times the one that was taken, and what is left then on the copy with as much
+noise again, if there is one copy with permanent noise. UNSEEN are records that it never saw; with
 MPU_UNLEARN_UNSEEN=FILE in the environment, the client has them, too. Nothing of mpu computes the numbers.
 """
 
@@ -20,12 +21,13 @@ from pathlib import Path
 from statistics import fmean
 
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 DATE = "10 Apr 2025"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-STEPS = (0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.3, 1.4, 1.6)  # times the step that was taken
+STEPS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.6)  # times the step that was taken
 
 
 def probabilities(model: torch.nn.Module, folder: str, file: str) -> list[float]:
@@ -90,6 +92,12 @@ def main(arguments: Sequence[str]) -> None:
         seconds = run("unlearn", *copies, "--forget", files["forget"], "--retain", files["retain"], folder=folder)
         run("aggregate", "deltas", "--keys", "keys.bin", folder=folder)
         base, unlearned = load(model), load(f"{folder}/unlearned")
+        noisy, delta = None, {}
+        if len(copies) == 1 and (share := json.loads(Path(folder, copies[0], "mpu.json").read_text())["noise"]):
+            noisy, delta = (
+                with_noise(load(f"{folder}/{copies[0]}"), share),
+                load_file(f"{folder}/deltas/copy_1.safetensors"),
+            )
     after = scores_of(unlearned, model, judged)
     left, kept = shares(before, after)
     verdict = "pass" if left <= 0.05 and kept >= 0.95 else "fail"
@@ -101,7 +109,36 @@ def main(arguments: Sequence[str]) -> None:
             for name, parameter in base.named_parameters():
                 parameter.copy_(torch.lerp(starts[name], ends[name], step))
         left, kept = shares(before, scores_of(base, model, judged))
-        print(f"{step:g} times the step: {left:.1%} left, {kept:.1%} kept")
+        on_copy = ""
+        if noisy:
+            on_copy = f"; {left_with(noisy, delta, step, model, judged):.1%} left on the copy with as much noise again"
+        print(f"{step:g} times the step: {left:.1%} left, {kept:.1%} kept{on_copy}")
+
+
+def with_noise(model: torch.nn.Module, share: float) -> torch.nn.Module:
+    """``model`` with normal noise of ``share`` of each matrix's root mean square."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.add_(share * parameter.square().mean().sqrt() * torch.randn_like(parameter))
+    return model
+
+
+def left_with(
+    model: torch.nn.Module, delta: dict[str, torch.Tensor], step: float, folder: str, files: dict[str, str]
+) -> float:
+    """What is left of what ``model`` knows if it is given ``step`` times ``delta``, which is taken back again."""
+    before, parameters = scores_of(model, folder, files), dict(model.named_parameters())
+    starts = {name: parameters[name].detach().clone() for name in delta}
+    with torch.no_grad():
+        for name, change in delta.items():
+            parameters[name].add_(step * change.to(DEVICE))
+    left, _ = shares(before, scores_of(model, folder, files))
+    with torch.no_grad():
+        for name, start in starts.items():
+            parameters[name].copy_(start)
+    return left
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,7 +21,7 @@ from mpu_cli.demo.model import make_people
 from mpu_cli.options.unlearning import Goal
 from mpu_cli.records.encode import Encoding, Limits, pad
 from mpu_cli.records.forms import Record, question
-from mpu_cli.records.knowledge import Probabilities, share_left
+from mpu_cli.records.knowledge import Probabilities, error_of_share_left, share_left
 from mpu_cli.records.read import read_records
 from mpu_cli.training import stopping
 from mpu_cli.training.data import Dataset
@@ -57,6 +58,30 @@ def test_what_is_left_does_not_change_with_what_a_stranger_knows() -> None:
         now = [s + share * (b - s) for b, s in zip(before, alike, strict=True)]
         left = share_left(Probabilities.of(now, [0.2]), Probabilities.of(before, [0.2]))
         assert left == pytest.approx(share)
+
+
+@pytest.mark.parametrize("level", [0.1, 0.3, 0.6])
+def test_the_error_of_what_is_left_is_that_of_a_bootstrap(level: float) -> None:
+    """Against unseen records and against a public model, whose guesses scatter; of records that all are known less than
+    a stranger's, nothing is left beyond doubt."""
+    generator = np.random.default_rng(0)
+    forget, unseen, guesses = level * generator.random(200), 0.3 * generator.random(150), 0.3 * generator.random(200)
+    before = Probabilities(np.full(200, 0.99), unseen)
+    after, public = Probabilities(forget, unseen), Probabilities(guesses)
+    resampled = []
+    for _ in range(2000):
+        drawn, strangers = generator.integers(200, size=200), generator.integers(150, size=150)
+        exceeding = np.maximum(forget[drawn] - unseen.mean(), 0).mean()
+        by_chance = np.maximum(unseen[strangers] - unseen.mean(), 0).mean()
+        of_public = np.maximum(forget[drawn] - guesses[drawn], 0).mean()
+        resampled.append(((exceeding - by_chance) / (0.99 - unseen.mean()), of_public / (0.99 - guesses.mean())))
+    expected = np.std(resampled, axis=0)
+    errors = (
+        error_of_share_left(after, before),
+        error_of_share_left(Probabilities(forget), Probabilities(before.forget), public),
+    )
+    assert errors == pytest.approx(tuple(expected), rel=0.1)
+    assert error_of_share_left(Probabilities(guesses / 2), Probabilities(before.forget), public) == 0
 
 
 def probabilities(folder: Path, records: Path) -> float:
@@ -103,7 +128,7 @@ def test_noise_that_hardly_costs_is_what_the_looks_compare_with(tmp_path: Path, 
         model = AutoModelForCausalLM.from_pretrained(demo.model).eval()
         scorer = Scorer(model, sets, 8, None, 0.05)
         noise = FurtherNoise({name: p.detach().clone() for name, p in model.named_parameters()}, 1, share)
-        assert scorer.is_unfelt(model, noise) is unfelt
+        assert scorer.adopt_if_unfelt(model, noise) is unfelt
         if unfelt:
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
@@ -257,6 +282,7 @@ def test_a_copy_with_noise_is_trained_a_multiple_of_what_it_took_to_forget() -> 
     """Whatever is kept on it: that does not say what the server's model keeps."""
     watching = object.__new__(Watching)
     watching._goal, watching.is_faithful, watching.is_scaled, watching.looks = Goal(), False, False, []
+    watching._further = FurtherNoise({}, 0, 0.0)
     stops = []
     for step, left in ((10, 0.5), (20, 0.01), (30, 0.0), (40, 0.0), (50, 0.0), (60, 0.0), (70, 0.0)):
         watching.looks.append(Look(step, left, left, kept=0.6, above=0.0))
