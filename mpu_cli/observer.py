@@ -83,7 +83,7 @@ class PythonObserver(Observer):
             self._bar = None
 
 
-class Within(Observer):
+class PrefixedObserver(Observer):
     """An observer of one part of a longer operation: puts the part's name before stages, notes and warnings.
 
     Without ``notes``, it drops notes.

@@ -20,7 +20,7 @@ ALWAYS = ("--dry-run", "--force", "--json", "--help")  # which help shows of eve
 HELP_ALL = "--help-all"
 
 
-def function_of(command: type[Command], *, with_options: bool = True) -> Callable[..., None]:
+def typer_command(command: type[Command], *, with_options: bool = True) -> Callable[..., None]:
     """What typer makes a command of: its parameters are the options of ``command``, its docstring is its help."""
     declarations = declared_options(cast(Any, command)) if with_options else {}
     folds = folds_of(declarations)

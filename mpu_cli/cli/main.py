@@ -22,7 +22,7 @@ from mpu_cli.cli.config import (
     without_config,
     without_switch,
 )
-from mpu_cli.cli.driver import function_of, in_two_levels
+from mpu_cli.cli.driver import in_two_levels, typer_command
 from mpu_cli.cli.output import PROFILE, QUIET_VARIABLE, is_switched_on, results_alone, warn
 from mpu_cli.commands.aggregate import Aggregate
 from mpu_cli.commands.ask import Ask
@@ -91,7 +91,7 @@ def application(names: Collection[str] = COMMANDS.keys()) -> Any:
     for panel, commands in PANELS.items():
         for each in commands:
             example = f"Example: {each.EXAMPLE}" if each.EXAMPLE else None
-            function = function_of(each, with_options=each.NAME in names)
+            function = typer_command(each, with_options=each.NAME in names)
             app.command(each.NAME, rich_help_panel=panel, epilog=example)(function)
     return typer.main.get_command(app)
 

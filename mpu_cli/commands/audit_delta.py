@@ -52,7 +52,7 @@ class AuditDelta(Command):
         rows = []
         for each in readings:
             tensor = each.tensor if len(each.tensor) < 60 else each.tensor[:57] + "…"
-            numbers = [_share(value) for value in (each.told_apart, each.precision, each.recall)]
+            numbers = [_share(value) for value in (each.auc, each.precision, each.recall)]
             rows.append([tensor, each.rule, *numbers, each.fact or ""])
         columns = ["tensor", "rule", "forget vs keep", "precision", "recall", ""]
         observer.table("What a server reads off this delta", columns, rows)
@@ -72,7 +72,7 @@ class AuditDelta(Command):
         observer.note(
             "not tested: a crafted copy, which reads more (`mpu unlearn` looks for one), and several deltas together"
         )
-        lines = [f"{each.tensor}\t{each.rule}\t{_share(each.told_apart)}\t{each.fact or ''}" for each in readings]
+        lines = [f"{each.tensor}\t{each.rule}\t{_share(each.auc)}\t{each.fact or ''}" for each in readings]
         return Report(lines, [{**asdict(each), "tells": each.tells} for each in readings])
 
 

@@ -178,7 +178,7 @@ class Check(Command):
         with opened or nullcontext() as source:
             earlier_model = open_model(source, links=False) if source else None
             _check_order(manifest, earlier_model)
-            same_surroundings = _check_surroundings(copy, manifest, earlier_model, self.trust_copy)
+            same_reading_context = _check_reading_context(copy, manifest, earlier_model, self.trust_copy)
             facts = _copy_facts(copy, manifest) if manifest and self.receipt else None
             earlier_facts = _facts_before(earlier_model, facts) if earlier_model and facts else None
             earlier = _scores(earlier_model, sets, options, "before", observer) if earlier_model else {}
@@ -190,7 +190,7 @@ class Check(Command):
             public = _scores(public_model, public_sets, options, "the public model", observer)
         verdict = judge(
             after, earlier, public=public, max_left=options.goal.max_left, min_kept=options.goal.min_kept,
-            same_surroundings=same_surroundings,
+            same_reading_context=same_reading_context,
         )  # fmt: skip
         known = [
             sets["forget"][number] for number in records_that_stand_out(after, earlier, public, options.goal.max_left)
@@ -341,7 +341,7 @@ def _check_order(manifest: CopyManifest | None, earlier: Model | None) -> None:
         raise UsageError(f"--before {earlier.source}: of a later round", "are COPY and --before swapped?")
 
 
-def _check_surroundings(copy: Model, manifest: CopyManifest | None, earlier: Model | None, trust_copy: bool) -> bool:
+def _check_reading_context(copy: Model, manifest: CopyManifest | None, earlier: Model | None, trust_copy: bool) -> bool:
     """Whether ``copy`` reads records as the copy that was trained on did: that is ``earlier``, else what the ledger has
     of the run. A template alone can make a model seem to have forgotten.
 
@@ -351,10 +351,10 @@ def _check_surroundings(copy: Model, manifest: CopyManifest | None, earlier: Mod
 
     known: set[str] = set()
     if earlier is not None:
-        known = {earlier.surroundings}
+        known = {earlier.reading_context}
     elif manifest is not None:
-        known = {entry.surroundings for entry in read_ledger(default_ledger_path()) if entry.run == manifest.run}
-    if not known or copy.surroundings in known:
+        known = {entry.reading_context for entry in read_ledger(default_ledger_path()) if entry.run == manifest.run}
+    if not known or copy.reading_context in known:
         return True
     if trust_copy:
         return False
@@ -428,7 +428,7 @@ def _copy_facts(copy: Model, manifest: CopyManifest) -> CopyFacts:
 
     return CopyFacts(
         run=manifest.run, round=manifest.round, copy=manifest.copy, copy_id=manifest.copy_id,
-        weights=fingerprint(copy.checkpoint), surroundings=copy.surroundings,
+        weights=fingerprint(copy.checkpoint), reading_context=copy.reading_context,
     )  # fmt: skip
 
 

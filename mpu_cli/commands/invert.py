@@ -59,7 +59,7 @@ class Invert(Command):
         import torch
 
         from mpu_cli.files.transaction import Transaction
-        from mpu_cli.protocol.deltas import Undoing, invert
+        from mpu_cli.protocol.deltas import InverseMaps, invert
         from mpu_cli.protocol.keys import published_base
         from mpu_cli.protocol.marks import PLANTED, fingerprints, noise_in
 
@@ -71,7 +71,7 @@ class Invert(Command):
                 invert(model, delta, target=self._target(delta), transaction=transaction, observer=observer)
             marks = fingerprints(model, [keys], marks_only=True)
             for delta in deltas:
-                planted = noise_in(Undoing([delta], model.layout), torch.ones(1), marks)
+                planted = noise_in(InverseMaps([delta], model.layout), torch.ones(1), marks)
                 if planted.z >= PLANTED:
                     observer.warn(
                         f"{delta.path}: has the mark of the copies of {planted.publication} (z = {planted.z:.1f}), as "

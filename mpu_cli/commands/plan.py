@@ -89,7 +89,7 @@ class Plan(Command):
         from mpu_cli.training.data import Dataset
         from mpu_cli.training.job import check_options
         from mpu_cli.training.rates import with_precision
-        from mpu_cli.training.stopping import Until
+        from mpu_cli.training.stopping import StoppingRule
 
         unlearning = Unlearning(algo=self.algo, training=self.training, lora=self.lora, epochs=self.epochs)
         objective = check_options(unlearning)
@@ -106,7 +106,7 @@ class Plan(Command):
             records = read_records(self.forget, self.reading)
             count = len(records)
             work = largest_work({"forget": examples_of(opened, records)}, unlearning, objective)
-            steps = steps_of(unlearning, count, None if self.epochs else Until(Goal(), Stopping()))
+            steps = steps_of(unlearning, count, None if self.epochs else StoppingRule(Goal(), Stopping()))
             if self.measure_step:
                 seconds = seconds_of_step(opened, Dataset(records, records), unlearning)
         return Estimate(

@@ -246,7 +246,7 @@ def _longer_step(document: Document) -> str | None:
 
 def _tell_measured(document: Document, observer: Observer) -> None:
     """What was measured of which copy, against which limits."""
-    from mpu_cli.measuring.receipt import same_surroundings
+    from mpu_cli.measuring.receipt import same_reading_context
 
     def named(copy: CopyFacts) -> str:
         return f"copy {copy.copy} of run {json.dumps(copy.run, ensure_ascii=False)}, round {copy.round}"
@@ -271,7 +271,7 @@ def _tell_measured(document: Document, observer: Observer) -> None:
         )
     if document.public:
         observer.note(f"what a stranger knows is what the model {document.public} knows, by the client's word")
-    if not same_surroundings(document):
+    if not same_reading_context(document):
         observer.warn(
             "the copy reads records otherwise than the one that was trained on: the shares say little of the model"
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, ClassVar
 from mpu_cli.commands.secrets import opened_keys
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import read_copy_manifest
-from mpu_cli.observer import SILENT, Observer, Within
+from mpu_cli.observer import SILENT, Observer, PrefixedObserver
 from mpu_cli.options.command import BASE_AGAIN, KEYS, MODEL_CONFIG, Command, Opening, Report, Table
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.experiment import UNLEARN, USUAL
@@ -103,7 +103,7 @@ class Rehearse(Command):
                 out=f"{scratch}/deltas/", alone=True,
             )  # fmt: skip
             plan = unlearn.plan(observer)
-            if plan.until is None or not plan.data.held_out:
+            if plan.stopping_rule is None or not plan.data.held_out:
                 raise UsageError(
                     "rehearse: needs a training until it is done, and records to hold out of it",
                     "leave out --epochs and --dp epsilon, and give --retain",
@@ -131,13 +131,15 @@ class Rehearse(Command):
         from mpu_cli.model.source import open_model
         from mpu_cli.training.unlearn import unlearn
 
-        until = plan.until
+        stopping_rule = plan.stopping_rule
         for task in plan.tasks:
             task.target.parent.mkdir(parents=True, exist_ok=True)
             copy = open_model(task.copy, links=False)
-            result = unlearn(copy, plan.data, plan.options, target=task.target, until=until, observer=observer)
-            if until and until.course is None:
-                until = replace(until, course=result.course)
+            result = unlearn(
+                copy, plan.data, plan.options, target=task.target, stopping_rule=stopping_rule, observer=observer
+            )
+            if stopping_rule and stopping_rule.round_schedule is None:
+                stopping_rule = replace(stopping_rule, round_schedule=result.round_schedule)
         return [task.target for task in plan.tasks]
 
     def _updated(self, base: Model, keys: Keys, deltas: Sequence[Path], out: Path, observer: Observer) -> Model:
@@ -148,7 +150,7 @@ class Rehearse(Command):
 
         whole = Aggregating(server_lr=1.0, dtype="float32")
         plan = plan_aggregate(base, owners_of(list(deltas), [keys]), whole, out=out, trust_deltas=True)
-        aggregate(plan, observer=Within(observer, "aggregate"))
+        aggregate(plan, observer=PrefixedObserver(observer, "aggregate"))
         return open_model(str(out))
 
     def tables(self, rehearsal: Rehearsal) -> Sequence[Table]:
@@ -200,14 +202,14 @@ def _try_steps(base: Model, updated: Model, keys: Keys, plan: UnlearnPlan, obser
     tried = []
     for step in TRIED_STEPS:
         go_to(step)
-        look = scorer.look(model, 0)
-        assert look.kept is not None  # there are records held out
-        if not math.isfinite(look.left):
+        scores = scorer.score(model, 0)
+        assert scores.kept is not None  # there are records held out
+        if not math.isfinite(scores.left):
             raise MpuError(
                 f"{base.source}: knows the records to forget no better than a model that never saw them, so nothing "
                 "says when they are forgotten",
                 "take records that only fine-tuning taught it, or compare with others by --unseen",
             )
-        tried.append(TriedStep(step, look.left, look.left_high, look.kept, look.stands_out))
+        tried.append(TriedStep(step, scores.left, scores.left_high, scores.kept, scores.stands_out))
         observer.advance(1)
     return tried

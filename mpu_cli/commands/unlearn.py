@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from mpu_cli.measuring.cost import Memory, Work
     from mpu_cli.measuring.generation import Shown
     from mpu_cli.training.data import Dataset
-    from mpu_cli.training.ledger import Course
+    from mpu_cli.training.ledger import RoundSchedule
     from mpu_cli.training.requests import Continuation, Request, Source
-    from mpu_cli.training.stopping import Until
+    from mpu_cli.training.stopping import StoppingRule
     from mpu_cli.training.unlearn import UnlearningResult
 
 
@@ -65,15 +65,15 @@ class Unlearned:
 
 @dataclass(frozen=True)
 class UnlearnPlan:
-    """What ``command`` will do: train each of ``tasks`` in turn on the records, ``data``, with ``options``, ``until`` a
-    goal is reached or, if that is None, for a number of epochs. ``sources``: where its records to forget are from,
+    """What ``command`` will do: train each of ``tasks`` in turn on the records, ``data``, with ``options``, by
+    ``stopping_rule`` or, if that is None, for a number of epochs. ``sources``: where its records to forget are from,
     this request's first, and then those of earlier requests on the same copies."""
 
     command: Unlearn
     tasks: Sequence[UnlearningTask]
     data: Dataset
     options: Unlearning
-    until: Until | None
+    stopping_rule: StoppingRule | None
     sources: Sequence[Source]
     notes: Path | None = None  # where the ledger and the note of requests are, if not in the user's configuration
 
@@ -116,7 +116,9 @@ class UnlearnPlan:
         if not command.logging.resume and process_count() == 1:  # before the first training, not after it
             for task in self.tasks:
                 Transaction(force=command.force).check(task.target, task.target.is_dir())
-        courses: dict[tuple[str, int] | None, Course] = {}  # by run and round, as the first copy of it settled it
+        schedules: dict[
+            tuple[str, int] | None, RoundSchedule
+        ] = {}  # by run and round, as the first copy of it settled it
         for task in self.tasks:
             with opened_copy(task.copy, command.identity, observer) as source:
                 if self.passes_over(task, Path(source)):
@@ -125,9 +127,9 @@ class UnlearnPlan:
                     continue
                 manifest = read_copy_manifest(Path(source)) if Path(source).is_dir() else None
                 round_id = (manifest.run, manifest.round) if manifest else None
-                result = self._train(source, task, observer, courses.get(round_id))
-                if round_id and result.course:
-                    courses.setdefault(round_id, result.course)
+                result = self._train(source, task, observer, schedules.get(round_id))
+                if round_id and result.round_schedule:
+                    schedules.setdefault(round_id, result.round_schedule)
                 self._note(task, manifest, result, observer)
                 answers: Sequence[Shown] = ()
                 if command.show and result.is_main_process:
@@ -150,13 +152,13 @@ class UnlearnPlan:
             write_request,
         )
 
-        if manifest is None or result.course is None or self.options.privacy.public_records:
+        if manifest is None or result.round_schedule is None or self.options.privacy.public_records:
             return
         command = self.command
         request = Request(
             run=manifest.run, round=manifest.round, copy=manifest.copy, copy_id=manifest.copy_id,
             copy_path=str(Path(task.copy).absolute()), weights=result.weights, delta=str(task.target.absolute()),
-            change=fingerprint(open_checkpoint(task.target)), scale=result.course.scale,
+            change=fingerprint(open_checkpoint(task.target)), scale=result.round_schedule.scale,
             sources=[*self.sources],
             options=options_to_note(self.options, command.goal, command.checks),
         )  # fmt: skip
@@ -176,22 +178,28 @@ class UnlearnPlan:
         except OSError as error:
             observer.warn(f"{path}: {error.strerror}; a further request on this copy has to name these records again")
 
-    def _train(self, source: str, task: UnlearningTask, observer: Observer, course: Course | None) -> UnlearningResult:
+    def _train(
+        self, source: str, task: UnlearningTask, observer: Observer, round_schedule: RoundSchedule | None
+    ) -> UnlearningResult:
         from mpu_cli.model.source import open_model
         from mpu_cli.training.execution import last_checkpoint
         from mpu_cli.training.ledger import default_ledger_path, own_client_secret
         from mpu_cli.training.unlearn import unlearn
 
         command = self.command
-        until = replace(self.until, course=course) if self.until and course else self.until
+        stopping_rule = (
+            replace(self.stopping_rule, round_schedule=round_schedule)
+            if self.stopping_rule and round_schedule
+            else self.stopping_rule
+        )
         if task.reference_file:
             task.reference_file.parent.mkdir(parents=True, exist_ok=True)
         try:
             return unlearn(
                 open_model(source, links=False), self.data, self.options, target=task.target, force=command.force,
                 logging=command.logging, reference_file=task.reference_file, secret=own_client_secret,
-                ledger=self._path(default_ledger_path()), checks=command.checks, until=until, start=task.start,
-                observer=observer,
+                ledger=self._path(default_ledger_path()), checks=command.checks, stopping_rule=stopping_rule,
+                start=task.start, observer=observer,
             )  # fmt: skip
         except (KeyboardInterrupt, Stopped):
             resume_folder = task.target.with_name(f"{task.target.name}.resume")
@@ -255,7 +263,7 @@ class Unlearn(Command):
         "Leave out earlier requests on the same copy: the new delta does not take the place of the earlier one.",
         panel=Records.PANEL,
     )
-    course: str | None = option(
+    round_schedule: str | None = option(
         None,
         "What `unlearn` printed for the first copy of the publication, on another machine: its steps, level, share, α, "
         "which all copies have in common.",
@@ -276,20 +284,22 @@ class Unlearn(Command):
         from mpu_cli.training.job import check_logging, check_options, in_float32_if_private
         from mpu_cli.training.private import check_opacus
         from mpu_cli.training.requests import earlier_requests, source_of
-        from mpu_cli.training.stopping import Until, hold_out
+        from mpu_cli.training.stopping import StoppingRule, hold_out
 
         copies = [str(path) for path in paths_from(self.copies)]  # first: what writes them would find a closed pipe
         options = in_float32_if_private(self.unlearning, observer)
         data = read_dataset(options, observer)
-        until = None
+        stopping_rule = None
         if options.epochs is None and options.privacy.dp_epsilon is None and process_count() == 1:
-            until = Until(self.goal, self.stopping, _course(self.course) if self.course else None)
+            stopping_rule = StoppingRule(
+                self.goal, self.stopping, _round_schedule(self.round_schedule) if self.round_schedule else None
+            )
             data = hold_out(data, self.goal.held_out)
             if self.goal.unseen:
                 data = with_unseen(data, self.goal.unseen, options.records.reading, observer)
-        elif self.stopping != Stopping() or self.goal != Goal() or self.course:
+        elif self.stopping != Stopping() or self.goal != Goal() or self.round_schedule:
             raise UsageError(
-                "--max-steps, --unseen, --goal and --course are for a training that stops when it is done",
+                "--max-steps, --unseen, --goal and --round-schedule are for a training that stops when it is done",
                 "leave out --epochs and --dp epsilon, and use one process",
             )
         tasks = self._tasks(copies)
@@ -297,7 +307,7 @@ class Unlearn(Command):
         latest = _latest_requests(tasks, sources[0])  # read in any case: damage shows before the training
         if self.alone:
             latest = {}
-        if until and not options.privacy.public_records:
+        if stopping_rule and not options.privacy.public_records:
             earlier = earlier_requests(
                 latest, [task.copy for task in tasks], data.forget, with_change=options.lora.lora_rank is None,
                 observer=observer,
@@ -319,11 +329,13 @@ class Unlearn(Command):
                 "these copies have had earlier requests, which are only unlearned together with others by a training "
                 "on private records that stops when it is done: on the server, this delta takes the place of theirs"
             )
-        check_options(options, until.goal if until else None)
+        check_options(options, stopping_rule.goal if stopping_rule else None)
         check_logging(self.logging, options.privacy)
         if options.privacy.dp_epsilon is not None:
             check_opacus()
-        return UnlearnPlan(command=self, tasks=tasks, data=data, options=options, until=until, sources=sources)
+        return UnlearnPlan(
+            command=self, tasks=tasks, data=data, options=options, stopping_rule=stopping_rule, sources=sources
+        )
 
     def run(self, observer: Observer = SILENT) -> list[Unlearned]:
         """The deltas of all copies; warnings go to ``observer``."""
@@ -365,10 +377,11 @@ class Unlearn(Command):
     def _tell(self, copy: str, result: UnlearningResult, observer: Observer) -> None:
         """What came of one copy."""
         manifest = read_copy_manifest(Path(copy)) if Path(copy).is_dir() else None
-        if result.course and manifest and manifest.copies > len(self.copies):
-            course = ":".join(f"{value:g}" for value in astuple(result.course))
+        if result.round_schedule and manifest and manifest.copies > len(self.copies):
+            round_schedule = ":".join(f"{value:g}" for value in astuple(result.round_schedule))
             observer.note(
-                f"the other copies of this publication, if another machine trains them, take --course {course}"
+                "the other copies of this publication, if another machine trains them, take --round-schedule "
+                f"{round_schedule}"
             )
         dtype = self.unlearning.delta_dtype
         rounded = f" ({result.rounding:.2%} of it lost to {dtype})" if dtype else ""
@@ -428,14 +441,14 @@ class Unlearn(Command):
                 observer.warn(warning)
         # Copies of a round are alike, and trained one after the other: the largest is counted.
         largest = max(models, key=lambda model: model.checkpoint.nbytes)
-        cost = training_cost(largest, plan.data, plan.options, plan.until)
+        cost = training_cost(largest, plan.data, plan.options, plan.stopping_rule)
         for warning in remarks_on_warmup(plan.options.training, cost.steps):
             observer.warn(warning)
         batch = counted(plan.options.training.batch_size, "record")
         if cost.kept:
             batch += f" to forget and {cost.kept} to keep"
         steps = f"about {counted(cost.steps, 'step')}, {counted(cost.epochs, 'epoch')}"
-        if plan.until:
+        if plan.stopping_rule:
             steps = f"until it is done, {counted(cost.steps, 'step')} at most"
         notes = [
             f"{plan.options.algo}, {batch} a step: {steps} at a rate of {cost.rate:.2g}",
@@ -484,21 +497,27 @@ def _latest_requests(tasks: Sequence[UnlearningTask], source: Source) -> dict[st
     return latest_on(read_requests(default_requests_path()), manifests, source)
 
 
-def _course(text: str) -> Course:
-    """The course that ``unlearn`` printed. Raises UsageError for other text."""
-    from mpu_cli.training.ledger import Course
+def _round_schedule(text: str) -> RoundSchedule:
+    """The schedule that ``unlearn`` printed. Raises UsageError for other text."""
+    from mpu_cli.training.ledger import RoundSchedule
 
     try:
         steps, level, scale, alpha = text.split(":")
-        course = Course(int(steps), float(level), float(scale), float(alpha))
+        round_schedule = RoundSchedule(int(steps), float(level), float(scale), float(alpha))
     except ValueError as error:
         raise UsageError(
-            f"--course {text}: not a course", "give it as `mpu unlearn` printed it, such as 60:-6.5:1:10"
+            f"--round-schedule {text}: not a schedule", "give it as `mpu unlearn` printed it, such as 60:-6.5:1:10"
         ) from error
-    is_likely = 0 < course.steps < 1_000_000 and -100 < course.level < 0 < course.scale < 10 and 0 <= course.alpha < 1e6
+    is_likely = (
+        0 < round_schedule.steps < 1_000_000
+        and -100 < round_schedule.level < 0 < round_schedule.scale < 10
+        and 0 <= round_schedule.alpha < 1e6
+    )
     if not is_likely:
-        raise UsageError(f"--course {text}: not a course", "give it as `mpu unlearn` printed it, such as 60:-6.5:1:10")
-    return course
+        raise UsageError(
+            f"--round-schedule {text}: not a schedule", "give it as `mpu unlearn` printed it, such as 60:-6.5:1:10"
+        )
+    return round_schedule
 
 
 def memory_of(memory: Memory, work: Work) -> str:

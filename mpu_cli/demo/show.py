@@ -40,7 +40,7 @@ from mpu_cli.measuring.results import best, goal
 from mpu_cli.measuring.retain import read_retain_log
 from mpu_cli.model.device import device_of
 from mpu_cli.model.source import Model, open_model
-from mpu_cli.observer import SILENT, Observer, Within
+from mpu_cli.observer import SILENT, Observer, PrefixedObserver
 from mpu_cli.options.evaluation import Measuring, Recovery, Scoring
 from mpu_cli.options.experiment import Experiment
 from mpu_cli.options.unlearning import Goal, Loss, Prompts, RecordFormat, Records, Stopping, Training, Unlearning
@@ -160,7 +160,7 @@ LABELS = {"forget": "To be forgotten", "retain": "To be kept"}
 
 
 @dataclass(frozen=True)
-class Story:
+class Scenario:
     """Who is known and who is to be forgotten, how the model learns, and what is measured."""
 
     people: int
@@ -177,7 +177,7 @@ class Story:
 
 KNOWLEDGE = ("forget_Q_A_Prob", "forget_Q_A_ROUGE", "retain_Q_A_Prob", "retain_Q_A_ROUGE")
 PUBLIC_PEOPLE, PUBLIC_EPOCHS = 60, 30  # of the public model that is made on the spot
-SMALL = Story(
+SMALL = Scenario(
     people=44, forgotten=8, unseen=16, evaluated=36, epochs=40,  # of fewer records a check cannot say enough
     # The level at which `unlearn --unseen` arrives, too: the log-probability of what the model never saw.
     clean=Unlearning(algo="hinge", epochs=35, loss=Loss(level=-1.6), training=Training(batch_size=10)),
@@ -189,7 +189,7 @@ SMALL = Story(
     recovery=Recovery(attacks=("relearn",), relearn_lr=3e-4),
 )  # fmt: skip
 # A real model on two cores: fewer people, and what can be shown.
-REAL = Story(people=10, forgotten=2, unseen=6, evaluated=3, epochs=8, metrics=KNOWLEDGE)
+REAL = Scenario(people=10, forgotten=2, unseen=6, evaluated=3, epochs=8, metrics=KNOWLEDGE)
 LEARNING = Training(lr=1e-4, batch_size=8)  # of a model that is given
 
 
@@ -217,7 +217,7 @@ def run_demo(
         raise
 
 
-def _play(folder: Path, given: Model | None, story: Story, seed: int, observer: Observer) -> Demonstration:
+def _play(folder: Path, given: Model | None, story: Scenario, seed: int, observer: Observer) -> Demonstration:
     people = make_people(story.people + story.unseen + PUBLIC_PEOPLE, seed)
     sets = {
         "forget": people[: story.forgotten], "retain": people[story.forgotten : story.people],
@@ -231,7 +231,7 @@ def _play(folder: Path, given: Model | None, story: Story, seed: int, observer: 
     if given:
         finetune(
             given, forget + retain, replace(LEARNING, seed=seed, device=story.device), Prompts(),
-            epochs=story.epochs, out=models / "target", observer=Within(observer, "the target model"),
+            epochs=story.epochs, out=models / "target", observer=PrefixedObserver(observer, "the target model"),
         )  # fmt: skip
     else:
         others = read_records(_write(folder / "records" / "public.jsonl", people[story.people + story.unseen :]))
@@ -252,14 +252,16 @@ def _play(folder: Path, given: Model | None, story: Story, seed: int, observer: 
     if story.clean:
         clean = replace(story.clean, training=replace(story.clean.training, device=story.device))
         experiment = Experiment(base=str(target), unlearning=clean, mode="clean", rounds=1, keep=True)
-        outcome = run(experiment, Dataset(forget, retain), folder / "clean", Within(observer, "clean", notes=False))
+        outcome = run(
+            experiment, Dataset(forget, retain), folder / "clean", PrefixedObserver(observer, "clean", notes=False)
+        )
         measured["clean"] = measure("clean", outcome.model)
         observer.note("Clean: the client got the model itself and unlearned on it.")
     records = Records(forget=str(paths["forget"]), retain=str(paths["retain"]))
     unlearning = Unlearning(records=records, training=Training(device=story.device))
     protocol = Experiment(base=str(target), unlearning=unlearning, public=public)
     goal = Goal(unseen=str(paths["holdout"]))
-    request = run_until_pass(protocol, goal, Stopping(), folder / "mpu", Within(observer, "mpu", notes=False))
+    request = run_until_pass(protocol, goal, Stopping(), folder / "mpu", PrefixedObserver(observer, "mpu", notes=False))
     measured["mpu"] = measure("mpu", request.model)
     observer.note(
         "MPU: the client got a copy with permanent noise, in secret coordinates, and returned how its weights changed; "
@@ -281,7 +283,9 @@ def _play(folder: Path, given: Model | None, story: Story, seed: int, observer: 
     return shown
 
 
-def _make_models(models: Path, sets: Sequence[Sequence[Record]], story: Story, seed: int, observer: Observer) -> None:
+def _make_models(
+    models: Path, sets: Sequence[Sequence[Record]], story: Scenario, seed: int, observer: Observer
+) -> None:
     """The public model, and two that are fine-tuned from it: the server's, and one that never saw the records to
     forget."""
     forget, retain, _, others = sets
@@ -308,7 +312,7 @@ def _write(path: Path, people: Sequence[Sequence[Row]]) -> Path:
 
 
 def _measure(
-    name: str, model: Path, *, paths: Mapping[str, Path], story: Story, folder: Path, observer: Observer
+    name: str, model: Path, *, paths: Mapping[str, Path], story: Scenario, folder: Path, observer: Observer
 ) -> dict[str, MetricResult]:
     """The story's metrics of ``model``, with the retain model's result as the log if it exists."""
     folder.mkdir(exist_ok=True)
@@ -324,6 +328,6 @@ def _measure(
         benchmark,
         Measuring(retain_log=log if retain else None, metrics=names, recovery=story.recovery, scoring=scoring),
         out=folder / f"{name}.json",
-        observer=Within(observer, name, notes=False),
+        observer=PrefixedObserver(observer, name, notes=False),
     )
     return result.forms

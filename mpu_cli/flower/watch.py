@@ -33,7 +33,7 @@ from mpu_cli.files.transaction import STOPPING
 from mpu_cli.flower.spool import COPY, DELTA, Spool, copy_name, digest_of_folder, is_name
 from mpu_cli.model.device import device_of
 from mpu_cli.model.source import open_model
-from mpu_cli.observer import Observer, Within
+from mpu_cli.observer import Observer, PrefixedObserver
 from mpu_cli.options.unlearning import Checks, Logging, Unlearning
 from mpu_cli.subprocesses import python_command, safe_environment
 from mpu_cli.training.data import Dataset
@@ -97,7 +97,7 @@ class Answering:
         """
         pipe = self._connect_process()
         ends = time.monotonic() + self._seconds
-        observer = Within(self._observer, task.copy)
+        observer = PrefixedObserver(self._observer, task.copy)
         try:
             pipe.send(task)
             while (message := self._receive(pipe, ends)).kind not in ("done", "failed"):

@@ -38,7 +38,7 @@ from mpu_cli.files.resumption import alone_in, append_line, differences, read_li
 from mpu_cli.files.sealing import make_identity, read_identities
 from mpu_cli.measuring.cost import cost, steps_of
 from mpu_cli.model.source import Model, open_model
-from mpu_cli.observer import SILENT, Observer, Within
+from mpu_cli.observer import SILENT, Observer, PrefixedObserver
 from mpu_cli.options.declare import as_arguments, declared_options, flat, from_flat
 from mpu_cli.options.experiment import Experiment
 from mpu_cli.options.publishing import Aggregating, Copies
@@ -59,7 +59,7 @@ from mpu_cli.training.job import check_options, decisive_options, epochs_of, ref
 from mpu_cli.training.ledger import client_secret
 from mpu_cli.training.losses import algorithm_named
 from mpu_cli.training.rates import with_rate
-from mpu_cli.training.stopping import Until
+from mpu_cli.training.stopping import StoppingRule
 from mpu_cli.training.unlearn import unlearn
 from mpu_cli.version import __version__
 
@@ -348,7 +348,7 @@ class _Round:
     def __init__(self, rounds: _Rounds, number: int, base: str):
         self.rounds, self.experiment, self.number, self.base = rounds, rounds.experiment, number, base
         self.server, self.client = rounds.server / f"round_{number}", rounds.client / f"round_{number}"
-        self.observer = Within(rounds.observer, f"round {number} of {rounds.count}")
+        self.observer = PrefixedObserver(rounds.observer, f"round {number} of {rounds.count}")
 
     def play(self) -> None:
         # Any seed does: only the number of copies is read.
@@ -380,7 +380,7 @@ class _Round:
         )
         public = open_model(pretrained) if pretrained else None
         plan = plan_publish(model, public, self._publication(), target, only=[k])
-        published = publish(plan, observer=Within(self.observer, f"copy {k}"))
+        published = publish(plan, observer=PrefixedObserver(self.observer, f"copy {k}"))
         [copy] = published.copies
         self.client.mkdir(parents=True, exist_ok=True)
         os.replace(copy, self.client / copy.name)  # all that goes from the server to the client
@@ -425,7 +425,7 @@ class _Round:
                 logging=Logging(resume=unlearning.privacy.dp_epsilon is None),
                 reference_file=reference_file,
                 secret=lambda: client_secret(self.rounds.client / "client.key"),
-                observer=Within(self.observer, f"copy {k}", notes=False),
+                observer=PrefixedObserver(self.observer, f"copy {k}", notes=False),
             )
             losses = [asdict(step) for step in result.steps]
             report = {"norm": result.norm, "privacy": result.spent, "steps": losses, "warnings": result.warnings()}
@@ -492,9 +492,11 @@ class ExperimentCost:
     steps: int
 
 
-def costs_of(experiments: Sequence[Experiment], until: Until | None = None) -> list[ExperimentCost | None]:
-    """What each experiment costs, at most if it trains ``until`` it is done; None if its model or records are not on
-    this machine."""
+def costs_of(
+    experiments: Sequence[Experiment], stopping_rule: StoppingRule | None = None
+) -> list[ExperimentCost | None]:
+    """What each experiment costs, at most with a ``stopping_rule``; None if its model or records are not on this
+    machine."""
     counts: dict[tuple[str, RecordFormat], int] = {}  # of sources of records, which experiments share
 
     def cost_of(experiment: Experiment) -> ExperimentCost | None:
@@ -511,7 +513,7 @@ def costs_of(experiments: Sequence[Experiment], until: Until | None = None) -> l
             return None
         of_round = cost(model, copies=published.copies, options=options)
         rounds = rounds_of(played)
-        steps = rounds * published.copies * steps_of(options, counts[source], until)
+        steps = rounds * published.copies * steps_of(options, counts[source], stopping_rule)
         return ExperimentCost(rounds * of_round.published, rounds * of_round.returned, steps)
 
     return [cost_of(experiment) for experiment in experiments]

@@ -45,7 +45,7 @@ from mpu_cli.measuring.evaluate import choose, evaluate
 from mpu_cli.measuring.metrics import RELEARNED, Metric
 from mpu_cli.measuring.retain import read_retain_log
 from mpu_cli.model.source import open_model
-from mpu_cli.observer import SILENT, Observer, Within
+from mpu_cli.observer import SILENT, Observer, PrefixedObserver
 from mpu_cli.options.declare import check_in_files, declared_options, flat, from_flat
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.experiment import Experiment
@@ -465,7 +465,7 @@ def preview(cells: Sequence[Cell]) -> list[str]:
 
 def play(cell: Cell, folder: Path, observer: Observer = SILENT) -> dict[str, Any]:
     """Run and evaluate one cell in ``folder``; its line of results. Raises MpuError if it fails."""
-    cell_observer, experiment = Within(observer, cell.name, notes=False), cell.experiment
+    cell_observer, experiment = PrefixedObserver(observer, cell.name, notes=False), cell.experiment
     cell = _with_retain_log(cell, folder, cell_observer)
     before = _before(cell, folder, cell_observer)
     forms: dict[str, Mapping[str, Any]] = {BEFORE: before}
@@ -511,7 +511,7 @@ def _before(cell: Cell, folder: Path, observer: Observer) -> dict[str, Any]:
     with alone_beside(out, observer):
         if out.exists():
             return json.loads(out.read_text(encoding="utf-8"))["metrics"]
-        return _evaluate(Path(cell.experiment.base), cell, out, Within(observer, BEFORE))
+        return _evaluate(Path(cell.experiment.base), cell, out, PrefixedObserver(observer, BEFORE))
 
 
 def _with_retain_log(cell: Cell, folder: Path, observer: Observer) -> Cell:

@@ -19,7 +19,7 @@ from mpu_cli.errors import UsageError
 from mpu_cli.files.resumption import alone_in
 from mpu_cli.lab.rounds import begin, facts_of, rounds_of
 from mpu_cli.measuring.verdict import Verdict
-from mpu_cli.observer import SILENT, Observer, Within
+from mpu_cli.observer import SILENT, Observer, PrefixedObserver
 from mpu_cli.options.declare import declared_options
 from mpu_cli.options.evaluation import Checking, Scoring
 from mpu_cli.options.experiment import Experiment
@@ -79,7 +79,7 @@ class _Rounds:
         model, verdicts = Path(self.experiment.base), []
         self._publish(model, 1)
         for number in range(1, most + 1):
-            observer = Within(self.observer, f"round {number}, of {most} at most")
+            observer = PrefixedObserver(self.observer, f"round {number}, of {most} at most")
             model = self._unlearn_and_aggregate(model, number, observer)
             self._publish(model, number + 1)
             verdict = self._check(number, observer)
@@ -108,7 +108,7 @@ class _Rounds:
             force=True,
             publishing=Publishing(disguise=self.experiment.disguise, stored=self.experiment.stored),
         )
-        publish.run(Within(self.observer, f"round {number}"))
+        publish.run(PrefixedObserver(self.observer, f"round {number}"))
 
     def _unlearn_and_aggregate(self, base: Path, number: int, observer: Observer) -> Path:
         model, deltas = self._server(number) / "model", self._server(number) / "deltas"

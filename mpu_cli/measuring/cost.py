@@ -35,7 +35,7 @@ from mpu_cli.training.loop import schedule
 from mpu_cli.training.losses import Objective
 from mpu_cli.training.optimizers import OPTIMIZERS
 from mpu_cli.training.rates import records_at_once, usual_rate, with_epochs, with_precision, with_rate
-from mpu_cli.training.stopping import Until
+from mpu_cli.training.stopping import StoppingRule
 from mpu_cli.training.unlearn import unlearn
 
 
@@ -63,11 +63,11 @@ def cost(model: Model, *, copies: int, options: Unlearning) -> Cost:
     )
 
 
-def steps_of(options: Unlearning, records: int, until: Until | None = None) -> int:
-    """The steps of a training on so many ``records`` to forget: at most, if it trains ``until`` it is done."""
+def steps_of(options: Unlearning, records: int, stopping_rule: StoppingRule | None = None) -> int:
+    """The steps of a training on so many ``records`` to forget: at most, with a ``stopping_rule``."""
     size = options.training.batch_size
-    if until:
-        return until.limit(records, size)
+    if stopping_rule:
+        return stopping_rule.limit(records, size)
     return epochs_of(options) * -(-records // size)
 
 
@@ -114,14 +114,16 @@ class TrainingCost:
     work: Work
 
 
-def training_cost(copy: Model, data: Dataset, options: Unlearning, until: Until | None = None) -> TrainingCost:
-    """What ``unlearn`` takes; ``until``: when it stops, which is counted as late as it may.
+def training_cost(
+    copy: Model, data: Dataset, options: Unlearning, stopping_rule: StoppingRule | None = None
+) -> TrainingCost:
+    """What ``unlearn`` takes; ``stopping_rule``: when it stops, which is counted as late as it may.
 
     Raises MpuError if the model has no tokenizer or a record cannot be read, UsageError for options that do not go
     together.
     """
     objective = check_options(options)
-    limit = until.limit(len(data.forget), options.training.batch_size) if until else None
+    limit = stopping_rule.limit(len(data.forget), options.training.batch_size) if stopping_rule else None
     if limit:
         options = replace(options, epochs=-(-limit * options.training.batch_size // max(1, len(data.forget))))
     options = with_epochs(options, len(data.forget))

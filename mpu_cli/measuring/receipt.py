@@ -80,13 +80,13 @@ class CopyFacts(Document, forbid_unknown_fields=True):
     copy: Count
     copy_id: Word
     weights: Fingerprint
-    surroundings: Hexadecimal32
+    reading_context: Hexadecimal32
 
 
 class ServerCheck(Document, forbid_unknown_fields=True):
-    """What a server says with its signature: that on this ``date`` the names, the weights and the surroundings of the
-    copy that was measured were those of the copy that it sent, if ``before`` also those of the one that it was compared
-    with, and, unless ``model`` is None, that its keys make this copy of the model with that fingerprint."""
+    """What a server says with its signature: that on this ``date`` the names, the weights and the reading context of
+    the copy that was measured were those of the copy that it sent, if ``before`` also those of the one that it was
+    compared with, and, unless ``model`` is None, that its keys make this copy of the model with that fingerprint."""
 
     date: Date
     model: Fingerprint | None
@@ -180,9 +180,9 @@ def _percent(share: float) -> int:
     return round(100 * share)
 
 
-def same_surroundings(receipt: Receipt) -> bool:
+def same_reading_context(receipt: Receipt) -> bool:
     """Whether the copy that was measured reads records as the one that was trained on does."""
-    return receipt.before is None or receipt.before.surroundings == receipt.copy.surroundings
+    return receipt.before is None or receipt.before.reading_context == receipt.copy.reading_context
 
 
 def opening_key(secret: bytes, nonce: str) -> bytes:
@@ -216,7 +216,7 @@ def verdict_of(receipt: Receipt) -> Verdict:
     measured = [*receipt.sets, *([f"{name} before" for name in receipt.sets] if receipt.before else [])]
     return Verdict(
         left=left, kept=kept, kept_trained=None, max_left=receipt.max_left / 100, min_kept=receipt.min_kept / 100,
-        scores=dict.fromkeys(measured, UNKNOWN), same_surroundings=same_surroundings(receipt),
+        scores=dict.fromkeys(measured, UNKNOWN), same_reading_context=same_reading_context(receipt),
         has_stranger="unseen" in receipt.sets or receipt.public is not None,
         tail=None if receipt.stands_out is None else Tail(1, int(receipt.stands_out), 0, 0, 0),
     )  # fmt: skip
@@ -336,7 +336,7 @@ def check_copy(copy: CopyFacts, sent: Model, path: Path) -> None:
     tokenizer, template and config."""
     if copy.weights != fingerprint(sent.checkpoint):
         raise MpuError(f"{path}: other weights were measured than those of the copy", "name the copy that was sent")
-    if copy.surroundings != sent.surroundings:
+    if copy.reading_context != sent.reading_context:
         raise MpuError(
             f"{path}: records were read with another tokenizer, template or config than those of the copy",
             "name the copy that was sent",

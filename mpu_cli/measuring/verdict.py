@@ -67,7 +67,7 @@ class Verdict:
     what has nothing to do with either, and decides nothing. ``max_left`` and ``min_kept`` are the limits that were
     asked for; ``scores`` are of the sets, by name, for people. Shares are rounded against the model: up what is left,
     down what is kept. Nothing is decided unless the model reads records as the one before did
-    (``same_surroundings``). ``has_stranger``: whether unseen records or a public model say what a model guesses that
+    (``same_reading_context``). ``has_stranger``: whether unseen records or a public model say what a model guesses that
     never saw the records. ``tail``: how many records stand out, None if nothing says what a stranger knows.
     """
 
@@ -77,7 +77,7 @@ class Verdict:
     max_left: float
     min_kept: float
     scores: dict[str, SetScore]
-    same_surroundings: bool = True
+    same_reading_context: bool = True
     kept_general: Share | None = None
     has_stranger: bool = True
     tail: Tail | None = None
@@ -116,7 +116,7 @@ class Verdict:
     @property
     def passes(self) -> bool:
         forgotten = self.is_forgotten is True and not self.is_too_far
-        return self.same_surroundings and forgotten and self.is_kept is True
+        return self.same_reading_context and forgotten and self.is_kept is True
 
     @property
     def sentence(self) -> str:
@@ -133,7 +133,7 @@ class Verdict:
             False: "the rest is not kept",
             None: f"keeping is undecided ({self._lacking_of_kept})",
         }[self.is_kept]
-        if not self.same_surroundings:
+        if not self.same_reading_context:
             return f"undecided: {forgetting}, {keeping}, by a copy that reads records otherwise"
         decisions = (self.is_forgotten, self.is_kept)
         verdict = "pass" if self.passes else "fail"
@@ -215,7 +215,7 @@ def judge(
     public: dict[str, RecordScores] | None = None,
     max_left: float,
     min_kept: float,
-    same_surroundings: bool = True,
+    same_reading_context: bool = True,
 ) -> Verdict:
     """The verdict on a model from scores ``after`` and ``before`` of the sets forget, unseen, held_out, retain and
     general, and of forget and unseen under a model that never saw them, ``public``."""
@@ -227,7 +227,7 @@ def judge(
         kept, trained = trained, None
     return Verdict(
         left=left, kept=kept, kept_trained=trained, max_left=max_left, min_kept=min_kept, scores=scores,
-        same_surroundings=same_surroundings, kept_general=general,
+        same_reading_context=same_reading_context, kept_general=general,
         has_stranger="unseen" in after or public is not None, tail=_tail(after, before, public, max_left),
     )  # fmt: skip
 

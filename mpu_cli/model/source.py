@@ -91,7 +91,7 @@ class Model:
         return [self.folder / name for name in SIDE_FILES if os.path.lexists(self.folder / name)]
 
     @property
-    def surroundings(self) -> str:
+    def reading_context(self) -> str:
         """SHA-256 of its config, tokenizer and template, which decide how records are read, in hexadecimal."""
         small = {
             path.name: hashlib.sha256(read_bounded(path, LARGEST_TOKENIZER, links=self.links)).hexdigest()

@@ -36,7 +36,7 @@ from mpu_cli.model.source import Model, carry_small_files, model_specs, open_mod
 from mpu_cli.model.transform import TensorMap, as_matrix, measured_slices, row_slices
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.publishing import RESTORE, Aggregating
-from mpu_cli.protocol.deltas import Delta, LowRank, Undoing, check_base, check_finite, check_norms, outliers_of
+from mpu_cli.protocol.deltas import Delta, InverseMaps, LowRank, check_base, check_finite, check_norms, outliers_of
 from mpu_cli.protocol.marks import PLANTED, Fingerprints, Planted, Products, fingerprints, noise_in
 from mpu_cli.protocol.round import (
     AggregatePlan,
@@ -168,7 +168,7 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
     if no step suits ``--max-rise`` and, unless ``plan.trust_deltas``, if the noise does not cancel.
     """
     owners, options = plan.owners, plan.options
-    undoing = Undoing(plan.deltas, plan.base.layout)
+    inverse_maps = InverseMaps(plan.deltas, plan.base.layout)
     noises = fingerprints(plan.base, plan.publications)
     with Transaction(force=plan.force) as transaction:
         folder = transaction.add(plan.out, directory=True)
@@ -180,7 +180,7 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
         def write(into: Path, settled: Aggregating) -> Written:
             """Write the model into ``into``; once more, without the noise of copies, if the update has too much of
             that."""
-            written = write_model(plan, undoing, weights, noises, options=settled, folder=into, observer=observer)
+            written = write_model(plan, inverse_maps, weights, noises, options=settled, folder=into, observer=observer)
             if written.to_take_out:
                 for path in into.iterdir():
                     if path.is_dir():
@@ -188,7 +188,7 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
                     else:
                         path.unlink()
                 cleaned = write_model(
-                    plan, undoing, weights, noises, options=settled, folder=into, observer=observer,
+                    plan, inverse_maps, weights, noises, options=settled, folder=into, observer=observer,
                     without=written.to_take_out,
                 )  # fmt: skip
                 if cleaned.planted.z >= PLANTED:
@@ -209,7 +209,7 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
             server_step = replace(server_step, chosen=steps[0] * server_step.chosen, losses=losses)
         gram = written.gram
         # Of all owners together, too: each below the bound, they may still add up to more.
-        check_norms(gram, undoing.deltas, options.max_norm, weights * options.rate)
+        check_norms(gram, inverse_maps.deltas, options.max_norm, weights * options.rate)
         updates, offset = [], 0
         weights_by_owner = torch.zeros(len(owners), len(weights), dtype=torch.float64)  # 0 for the others' deltas
         for i, owner in enumerate(owners):
@@ -249,10 +249,10 @@ def default_step(base: Model, deltas: Sequence[Delta], weights: torch.Tensor) ->
     """
     if len(deltas) < 2 or not all(delta.manifest.until_done for delta in deltas):
         return 1.0
-    undoing = Undoing(deltas, base.layout)
+    inverse_maps = InverseMaps(deltas, base.layout)
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
     for tensor in base.layout.parameters:
-        changes = undoing.changes(tensor)
+        changes = inverse_maps.changes(tensor)
         present = [change for change in changes if change is not None]
         if not present:
             continue
@@ -262,7 +262,7 @@ def default_step(base: Model, deltas: Sequence[Delta], weights: torch.Tensor) ->
             rows = torch.stack([c.rows(*slices[number], torch.float32).double().reshape(-1) for c in present])
             there = torch.tensor([change is not None for change in changes])
             gram[there[:, None] & there[None, :]] += (rows @ rows.T).reshape(-1)
-        undoing.forget_pages(tensor)
+        inverse_maps.forget_pages(tensor)
     mean_square, square = float(gram.diagonal().mean()), float(weights @ gram @ weights)
     if not (square > 0 and math.isfinite(mean_square)):  # or not finite, which is refused once all is read
         return 1.0
@@ -270,8 +270,8 @@ def default_step(base: Model, deltas: Sequence[Delta], weights: torch.Tensor) ->
 
 
 def write_model(
-    plan: AggregatePlan, undoing: Undoing, weights: torch.Tensor, noises: Fingerprints, *, options: Aggregating,
-    folder: Path, observer: Observer, without: frozenset[int] = frozenset(),
+    plan: AggregatePlan, inverse_maps: InverseMaps, weights: torch.Tensor, noises: Fingerprints, *,
+    options: Aggregating, folder: Path, observer: Observer, without: frozenset[int] = frozenset(),
 ) -> Written:  # fmt: skip
     """Write θ + η·Σ_k w_k·(change k) into ``folder``, except for the model card; η is the rate of ``options``.
 
@@ -286,7 +286,7 @@ def write_model(
     facts: dict[str, object] = {"format": "mpu-model", "version": VERSION, **origin}
     if any(keys.publication.shared_kappa for keys in publications):
         facts["permanent"] = True  # or the next round would be published without, unnoticed
-    deltas = undoing.deltas
+    deltas = inverse_maps.deltas
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
     rounding = torch.zeros(2, dtype=torch.float64)
     noise = torch.zeros(noises.count, 4, dtype=torch.float64)
@@ -298,7 +298,7 @@ def write_model(
             digesting = piece_digests(source, tensor.name, pool)
             if not tensor.constant:
                 return digesting, add_up(
-                    pool, tensor, source.tensor(tensor.name), undoing=undoing, rates=weights * options.rate,
+                    pool, tensor, source.tensor(tensor.name), inverse_maps=inverse_maps, rates=weights * options.rate,
                     writer=writer, noises=noises, without=without,
                 )  # fmt: skip
             writer.tensor(tensor.name).copy_(source.tensor(tensor.name))
@@ -314,7 +314,7 @@ def write_model(
                 noise += noise_here
                 outliers += outliers_of(name, products, deltas)
             source.forget_pages(name)
-            undoing.forget_pages(tensor)
+            inverse_maps.forget_pages(tensor)
             writer.forget_pages(name)
             observer.advance(source.tensors[name].nbytes)
         if layout.alias:
@@ -356,7 +356,7 @@ def add_up(
     tensor: TensorLayout,
     base_weights: torch.Tensor,
     *,
-    undoing: Undoing,
+    inverse_maps: InverseMaps,
     rates: torch.Tensor,
     writer: CheckpointWriter,
     noises: Fingerprints,
@@ -367,7 +367,7 @@ def add_up(
     The update loses the ``noises`` of the numbers ``without``, and is searched for all of them.
     """
     target, before = as_matrix(writer.tensor(tensor.name)), as_matrix(base_weights)
-    changes = undoing.changes(tensor)
+    changes = inverse_maps.changes(tensor)
     present_changes = [change for change in changes if change is not None]
     dtypes = [before.dtype, target.dtype]
     for change in present_changes:
@@ -390,7 +390,7 @@ def add_up(
         update = torch.zeros_like(clean)
         for k, (part, rate) in enumerate(zip(undone, rounded_rates, strict=True)):
             if part is not None:
-                check_finite(part, gram[k][k], undoing.deltas[k], tensor.name)
+                check_finite(part, gram[k][k], inverse_maps.deltas[k], tensor.name)
                 update.view(-1).add_(part, alpha=rate)
         noise: Products = [[0.0] * 4] * noises.count
         if present_changes and without:
@@ -426,13 +426,13 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
     [owner], [weights] = plan.owners, plan.weights
     deltas, keys = owner.deltas, owner.keys
     check_base(base, keys)
-    undoing = Undoing(deltas, layout)
+    inverse_maps = InverseMaps(deltas, layout)
     rate = default_step(base, deltas, weights) if options.server_lr == RESTORE else options.rate
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
     tensors: dict[str, torch.Tensor] = {}
     outliers: list[tuple[str, int, float]] = []
     for tensor in layout.parameters:
-        changes = undoing.changes(tensor)
+        changes = inverse_maps.changes(tensor)
         if all(change is None for change in changes):
             continue
         rows = base.checkpoint.tensors[tensor.name].shape[0]
@@ -451,7 +451,7 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
         module = "base_model.model." + layout.full_name(tensor.name).removesuffix(".weight")
         tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
     check_norms(gram, deltas, options.max_norm, weights * rate)
-    planted = noise_in(undoing, weights * rate, fingerprints(base, plan.publications))
+    planted = noise_in(inverse_maps, weights * rate, fingerprints(base, plan.publications))
     if planted.z >= PLANTED:
         raise MpuError(
             f"nothing was written: the update has noise of the copies of {planted.publication} in it "

@@ -269,7 +269,7 @@ class LowRank:
 Change = Full | LowRank
 
 
-class Undoing:
+class InverseMaps:
     """Applies T_k⁻¹ to deltas of a base with this ``layout``, slice by slice; deltas that are already inverted are used
     as they are."""
 

@@ -22,7 +22,7 @@ from mpu_cli.files.reader import worker_pool
 from mpu_cli.model.layout import TensorLayout
 from mpu_cli.model.source import Model, cached_snapshot, open_model
 from mpu_cli.model.transform import as_matrix, row_slices
-from mpu_cli.protocol.deltas import Change, Undoing
+from mpu_cli.protocol.deltas import Change, InverseMaps
 from mpu_cli.protocol.keys import Keys
 from mpu_cli.protocol.noise import Noise, Scales
 from mpu_cli.protocol.publication import default_secret_path, matching, server_secret
@@ -307,13 +307,15 @@ def _is_same_line(a: Sample, b: Sample) -> bool:
     return product > SAME_LINE * math.hypot(*a.values) * math.hypot(*b.values)
 
 
-def noise_in(undoing: Undoing, rates: torch.Tensor, noises: Fingerprints) -> Planted:
+def noise_in(inverse_maps: InverseMaps, rates: torch.Tensor, noises: Fingerprints) -> Planted:
     """The publication whose noise is most in an update that is written as it came: the sum of the deltas that
-    ``undoing`` brings back, times their ``rates``."""
+    ``inverse_maps`` brings back, times their ``rates``."""
     total, checkpoint = torch.zeros(noises.count, 4, dtype=torch.float64), noises.base.checkpoint
     with worker_pool() as pool:
         for tensor in noises.base.layout.parameters if noises.count else []:
-            present = [(c, r) for c, r in zip(undoing.changes(tensor), rates.tolist(), strict=True) if c is not None]
+            present = [
+                (c, r) for c, r in zip(inverse_maps.changes(tensor), rates.tolist(), strict=True) if c is not None
+            ]
             noise, shape = noises.of(tensor), as_matrix(checkpoint.tensor(tensor.name)).shape
 
             def work(
@@ -326,5 +328,5 @@ def noise_in(undoing: Undoing, rates: torch.Tensor, noises: Fingerprints) -> Pla
                 slices = row_slices([change.mapping for change, _ in present], *shape)
                 total += torch.tensor(list(pool.map(work, slices)), dtype=torch.float64).sum(0).view(-1, 4)
             checkpoint.forget_pages(tensor.name)
-            undoing.forget_pages(tensor)
+            inverse_maps.forget_pages(tensor)
     return noises.judge(total)[0]

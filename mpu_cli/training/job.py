@@ -39,7 +39,7 @@ from mpu_cli.training.optimizers import OPTIMIZERS
 from mpu_cli.training.private import Plan, check_objective, check_opacus, plan
 from mpu_cli.training.rates import with_epochs, with_precision
 from mpu_cli.training.requests import Continuation
-from mpu_cli.training.stopping import Until
+from mpu_cli.training.stopping import StoppingRule
 
 # What can be said of options, records and a copy before anything is trained.
 
@@ -248,14 +248,16 @@ def decisive_options(options: Unlearning) -> dict[str, object]:
 
 def entry_of(job: TrainingJob, loaded: LoadedCopy) -> LedgerEntry:
     """What the ledger keeps of a training."""
-    surroundings, records = job.copy.surroundings, records_digest(job.data)
+    reading_context, records = job.copy.reading_context, records_digest(job.data)
     options, weights = job.options, loaded.fingerprint
-    training = _digest([surroundings, records, decisive_options(options), job.until and job.until.facts()])
+    training = _digest(
+        [reading_context, records, decisive_options(options), job.stopping_rule and job.stopping_rule.facts()]
+    )
     run, round_, copy = (job.manifest.run, job.manifest.round, job.manifest.copy) if job.manifest else ("", 0, 0)
     return LedgerEntry(
         identity=_digest([weights, training]), run=run, round=round_, copy=copy, weights=weights,
         algorithm=options.algo, records=len(job.data.records),
-        mechanism=loaded.private.mechanism if loaded.private else None, data=records, surroundings=surroundings,
+        mechanism=loaded.private.mechanism if loaded.private else None, data=records, reading_context=reading_context,
         public=options.privacy.public_records, unit=options.privacy.dp_unit, training=training,
         tags=record_tags(job.data.records, own_client_secret()) if loaded.private else (),
     )  # fmt: skip
@@ -270,12 +272,12 @@ def digest_of_training(job: TrainingJob, loaded: LoadedCopy) -> str:
     decided = decisive_options(job.options) | {"reference_file": job.reference_file is not None}
     decided["micro_batch_size"] = job.options.training.micro_batch_size  # the Trainer counts them in its checkpoints
     stopping = None
-    if job.until:
-        course = job.until.course
-        stopping = [job.until.facts(), asdict(course) if course else None]
+    if job.stopping_rule:
+        round_schedule = job.stopping_rule.round_schedule
+        stopping = [job.stopping_rule.facts(), asdict(round_schedule) if round_schedule else None]
     weights = [loaded.fingerprint, job.copy.checkpoint.metadata]
     start = fingerprint(open_checkpoint(job.start.delta)) if job.start and job.start.delta else None
-    return _digest([decided, *weights, records_digest(job.data), job.copy.surroundings, stopping, start])
+    return _digest([decided, *weights, records_digest(job.data), job.copy.reading_context, stopping, start])
 
 
 @dataclass(frozen=True)
@@ -283,8 +285,8 @@ class TrainingJob:
     """One training on ``copy``, before anything is loaded.
 
     ``options`` have the seed of the copy's round; ``target``: the delta to write; ``read_reference``: whether the
-    reference file exists and is read; ``secret``: gives the client's; ``until``: when to stop, None for a number of
-    epochs; ``start``: the earlier change that the training goes on from; ``is_alone``: whether this is the only
+    reference file exists and is read; ``secret``: gives the client's; ``stopping_rule``: None for a number of epochs;
+    ``start``: the earlier change that the training goes on from; ``is_alone``: whether this is the only
     process: of several, none has the whole model.
     """
 
@@ -300,7 +302,7 @@ class TrainingJob:
     secret: Callable[[], bytes] | None
     ledger: Path | None
     checks: Checks | None
-    until: Until | None
+    stopping_rule: StoppingRule | None
     start: Continuation | None
     observer: Observer
     is_main_process: bool
@@ -330,14 +332,14 @@ class LoadedCopy:
 
 def prepare_job(
     copy: Model, data: Dataset, options: Unlearning, *, target: Path, logging: Logging, reference_file: Path | None,
-    secret: Callable[[], bytes] | None, ledger: Path | None, checks: Checks | None, until: Until | None,
+    secret: Callable[[], bytes] | None, ledger: Path | None, checks: Checks | None, stopping_rule: StoppingRule | None,
     start: Continuation | None, observer: Observer,
 ) -> TrainingJob:  # fmt: skip
     """Check what can be checked before the model is loaded. Raises MpuError for processes that cannot reach each other,
     UsageError for DP-SGD on several."""
-    objective = check_options(options, until.goal if until else None)
+    objective = check_options(options, stopping_rule.goal if stopping_rule else None)
     options = in_float32_if_private(options, observer)
-    if until is None:
+    if stopping_rule is None:
         options = with_epochs(options, len(data.forget))
     if options.training.precision == AUTO:
         options = replace(options, training=with_precision(options.training, copy))
@@ -367,7 +369,7 @@ def prepare_job(
     return TrainingJob(
         copy=copy, manifest=manifest, data=data, options=options, objective=objective, target=target, logging=logging,
         reference_file=reference_file, read_reference=read_reference, secret=secret, ledger=ledger, checks=checks,
-        until=until, start=start, observer=observer, is_main_process=processes.is_main_process,
+        stopping_rule=stopping_rule, start=start, observer=observer, is_main_process=processes.is_main_process,
         is_alone=processes.num_processes == 1,
     )  # fmt: skip
 

@@ -131,14 +131,14 @@ def _unit(rows: torch.Tensor) -> torch.Tensor:
 class LeakageReading:
     """What one rule reads off one tensor.
 
-    ``told_apart``: AUC of the tokens of records to forget only, or of the records, against those of records to keep
+    ``auc``: AUC of the tokens of records to forget only, or of the records, against those of records to keep
     (0.5 is chance); ``precision`` and ``recall`` of the tokens that it lists as read. None where a rule makes no such
     claim.
     """
 
     tensor: str
     rule: str
-    told_apart: float | None = None
+    auc: float | None = None
     precision: float | None = None
     recall: float | None = None
     fact: str | None = None
@@ -147,7 +147,7 @@ class LeakageReading:
     def tells(self) -> bool:
         """Whether a server learns something from it that it should be told about."""
         listed = self.precision is not None and self.recall is not None and min(self.precision, self.recall) > 0.5
-        return listed or self.fact is not None or (self.told_apart or 0.0) > MIN_AUC
+        return listed or self.fact is not None or (self.auc or 0.0) > MIN_AUC
 
 
 def _auc(positives: Sequence[float], negatives: Sequence[float]) -> float:
@@ -184,7 +184,7 @@ def readings(
             rows = moved_rows(change, weight)
             if module is inputs and rows is not None:
                 delta_readings.append(LeakageReading(name, "rows that moved", None, *tokens.precision_and_recall(rows)))
-            rated = {rule.__name__: tokens.told_apart(rule(change, weight)) for rule in RULES}
+            rated = {rule.__name__: tokens.auc(rule(change, weight)) for rule in RULES}
             best = max(rated, key=lambda rule: rated[rule] or 0.0)
             delta_readings.append(LeakageReading(name, best, rated[best]))
     delta_readings += _first_layer(model, places, changes, tokens)
@@ -214,7 +214,7 @@ def _first_layer(
     if scales:
         x = _unit(x * scales[0].detach().float().cpu())
     gains = span_gain([changes[name] for name in matrix_names], x)
-    return [LeakageReading(", ".join(matrix_names), "subspace of the inputs", tokens.told_apart(gains))]
+    return [LeakageReading(", ".join(matrix_names), "subspace of the inputs", tokens.auc(gains))]
 
 
 def _positions_and_experts(
@@ -267,7 +267,7 @@ class _Tokens:
         kept = frozenset().union(*(example.ids for example in retain))
         return cls(forgotten - template, kept - template, template)
 
-    def told_apart(self, scores: torch.Tensor) -> float | None:
+    def auc(self, scores: torch.Tensor) -> float | None:
         """AUC of tokens of records to forget only against tokens of records to keep only, or all others if there are
         none of these; None if a side has fewer than SEVERAL."""
         positives, negatives = self.forget - self.retain, self.retain - self.forget

@@ -21,11 +21,11 @@ from mpu_cli.files.resumption import alone_with_private, append_line, read_lines
 from mpu_cli.files.sealing import default_identity_path, own_secret
 from mpu_cli.training.accounting import Mechanism, Release, Spending, composed_epsilon
 
-LOSSES_OF, COURSE_OF = "losses_of", "course_of"  # lines that add to an earlier one
+LOSSES_OF, SCHEDULE_OF = "losses_of", "schedule_of"  # lines that add to an earlier one
 
 
 @dataclass(frozen=True)
-class Course:
+class RoundSchedule:
     """What all copies of a round have to share for the noise to cancel, as the first one settled it."""
 
     steps: int
@@ -40,12 +40,12 @@ class LedgerEntry:
 
     ``identity`` is the same for one that was interrupted and resumed; ``weights`` is the fingerprint of what was
     trained, which its owner cannot choose as it can the names of a copy, ``data`` a digest of the records; ``forget``
-    and ``retain`` are its losses per answer token before; ``surroundings`` is a digest of its tokenizer, template and
-    config, the same for all copies of a round. ``mechanism`` is the bound of a training, ``release`` that of a release;
-    ``public``: the records were public or surrogates, so nothing is spent; ``unit``: the field that names the persons
-    that the bound is for, None if it is for records. ``training``: a digest of everything that decides the training but
-    the copy, equal for the copies of a round; ``course``: of one that stopped when it was done. ``tags``: of the
-    records, where there is a bound.
+    and ``retain`` are its losses per answer token before; ``reading_context`` is a digest of its tokenizer, template
+    and config, the same for all copies of a round. ``mechanism`` is the bound of a training, ``release`` that of a
+    release; ``public``: the records were public or surrogates, so nothing is spent; ``unit``: the field that names the
+    persons that the bound is for, None if it is for records. ``training``: a digest of everything that decides the
+    training but the copy, equal for the copies of a round; ``round_schedule``: of one that stopped when it was done.
+    ``tags``: of the records, where there is a bound.
     """
 
     identity: str
@@ -59,12 +59,12 @@ class LedgerEntry:
     retain: float | None = None
     mechanism: Mechanism | None = None
     data: str = ""
-    surroundings: str = ""
+    reading_context: str = ""
     release: Release | None = None
     public: bool = False
     unit: str | None = None
     training: str = ""
-    course: Course | None = None
+    round_schedule: RoundSchedule | None = None
     tags: tuple[str, ...] = ()
 
     def may_bound(self, tags: Collection[str]) -> bool:
@@ -91,10 +91,10 @@ class _Losses(Document):
 
 
 class _Course(Document):
-    """A later line, with how long the training ``course_of``, an identity, took."""
+    """A later line, with how long the training ``schedule_of``, an identity, took."""
 
-    course_of: str
-    course: Course
+    schedule_of: str
+    round_schedule: RoundSchedule
 
 
 def default_secret_path() -> Path:
@@ -127,9 +127,9 @@ def read_ledger(path: Path) -> list[LedgerEntry]:
         if LOSSES_OF in values:
             losses = parse_document(_Losses, values, f"{path}: damaged", hint)
             identity, added = losses.losses_of, {"forget": losses.forget, "retain": losses.retain}
-        elif COURSE_OF in values:
+        elif SCHEDULE_OF in values:
             taken = parse_document(_Course, values, f"{path}: damaged", hint)
-            identity, added = taken.course_of, {"course": taken.course}
+            identity, added = taken.schedule_of, {"round_schedule": taken.round_schedule}
         else:
             entries.append(parse_document(LedgerEntry, values, f"{path}: damaged", hint))
             continue
@@ -143,19 +143,19 @@ def write_losses(path: Path, identity: str, forget: float, retain: float | None)
         append_line(path, {LOSSES_OF: identity, "forget": forget, "retain": retain})
 
 
-def write_course(path: Path, identity: str, course: Course) -> None:
-    """Add to what the ledger says of a training the course that it took: the other copies of its round follow it."""
+def write_round_schedule(path: Path, identity: str, round_schedule: RoundSchedule) -> None:
+    """Add to what the ledger says of a training the schedule that it took: the other copies of its round follow it."""
     with alone_with_private(path):
-        append_line(path, {COURSE_OF: identity, "course": asdict(course)})
+        append_line(path, {SCHEDULE_OF: identity, "round_schedule": asdict(round_schedule)})
 
 
-def course_of_round(entry: LedgerEntry, earlier: Sequence[LedgerEntry]) -> Course | None:
-    """The course of the first training in ``earlier`` that another copy of the round of ``entry`` had on the same
+def schedule_of_round(entry: LedgerEntry, earlier: Sequence[LedgerEntry]) -> RoundSchedule | None:
+    """The schedule of the first training in ``earlier`` that another copy of the round of ``entry`` had on the same
     records with the same options, or None."""
     for other in earlier:
         same = (other.run, other.round, other.training) == (entry.run, entry.round, entry.training)
-        if entry.run and same and other.course:
-            return other.course
+        if entry.run and same and other.round_schedule:
+            return other.round_schedule
     return None
 
 
@@ -176,7 +176,7 @@ def write_down(
     with alone_with_private(path):
         before = read_ledger(path)
         same_round = [other for other in before if entry.run and (other.run, other.round) == (entry.run, entry.round)]
-        if not trusted and any(other.surroundings not in ("", entry.surroundings) for other in same_round):
+        if not trusted and any(other.reading_context not in ("", entry.reading_context) for other in same_round):
             raise MpuError(
                 f"copy {entry.copy} of round {entry.round}: its tokenizer, template or config is not that of another "
                 "copy of the round that you trained on, so the two would show what each makes of your records",

@@ -467,13 +467,13 @@ def train(
     checkpoints: Checkpoints | None = None,
     on_step: Callable[[Losses, int], None],
     warn: Callable[[str], None] = lambda _: None,
-    watching: TrainerCallback | None = None,
+    early_stopping: TrainerCallback | None = None,
 ) -> torch.nn.Module:
     """Train ``model`` in place, on the device it is on, through ``steps``; returns it as it was wrapped for that.
 
     ``on_step`` is called with the losses of each step and the number of steps; ``warn``, with a sentence, when memory
     or the disk does not suffice and the training adapts. With ``checkpoints``, keeps some and resumes from the latest.
-    ``watching`` may end the training early. Raises OutOfMemoryError if memory does not suffice for one record.
+    ``early_stopping`` may end the training early. Raises OutOfMemoryError if memory does not suffice for one record.
     """
     for remark in remarks_on_warmup(training, len(steps)):
         warn(remark)
@@ -529,8 +529,8 @@ def train(
         check_sharding(trainer.accelerator, training.optim)
         for callback in (PrinterCallback, ProgressCallback):  # both print to standard output
             trainer.remove_callback(callback)
-        if watching:
-            trainer.add_callback(watching)
+        if early_stopping:
+            trainer.add_callback(early_stopping)
         if checkpoints:
             trainer.add_callback(Saving(logging.checkpoint_steps, checkpoints))
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)

@@ -29,7 +29,7 @@ FORMAT, VERSION = "mpu-reference", 1
 # Facts of a reference file that are digests, in words.
 DIGESTS = {
     "records": "records or the options that print them",
-    "surroundings": "the copy's tokenizer, template or config",
+    "reading_context": "the copy's tokenizer, template or config",
 }
 
 

@@ -35,7 +35,7 @@ from mpu_cli.records.encode import Example
 from mpu_cli.records.forms import digest_of_record
 from mpu_cli.records.knowledge import LEAST_KNOWN, Probabilities, error_of_share_left, share_kept, share_left, tail_of
 from mpu_cli.training.data import Dataset
-from mpu_cli.training.ledger import Course
+from mpu_cli.training.ledger import RoundSchedule
 
 Value = TypeVar("Value")
 
@@ -77,10 +77,10 @@ SHARE_MARGIN = 1.15
 # go on being forgotten, and what was lost of the others comes back: on SmolLM2 until about three times
 # (docs/stopping.md).
 TRAINED_ON = 3
-BEST_WEIGHTS, LOOKS = "mpu-best.safetensors", "mpu-looks.json"  # in a checkpoint
-EVERY = 10  # steps between looks, each of which takes as long as one to three steps
-MIN_KEPT_RISE = 0.01  # of what is kept, in PLATEAU_LOOKS looks, below which it is said not to rise any more
-PLATEAU_LOOKS = 5
+BEST_WEIGHTS, HISTORY = "mpu-best.safetensors", "mpu-history.json"  # in a checkpoint
+EVAL_STEPS = 10  # steps between evaluations, each of which takes as long as one to three steps
+MIN_KEPT_RISE = 0.01  # of what is kept, in PLATEAU_EVALUATIONS evaluations, below which it is said not to rise any more
+PLATEAU_EVALUATIONS = 5
 # Of what `check` lets be left, and of twice that for the end of the interval, which more would endanger.
 TARGET_SHARE = 0.8
 LEVEL_MARGIN = 1.0  # nats above the level, on average over records, from which the loss hardly pulls any more
@@ -94,12 +94,12 @@ NOISE_MARGIN = 35.0 / 3.0
 
 
 @dataclass(frozen=True)
-class Until:
-    """Until when to train. ``course``: what the first copy of a round settled, which all others follow, or None."""
+class StoppingRule:
+    """When to end a training. ``round_schedule``: of the first copy of a round, which all others follow."""
 
     goal: Goal
     stopping: Stopping
-    course: Course | None = None
+    round_schedule: RoundSchedule | None = None
 
     def facts(self) -> dict[str, object]:
         """What decides the training, for tags and digests; not what is read from files."""
@@ -108,13 +108,13 @@ class Until:
 
     def limit(self, records: int, batch_size: int) -> int:
         """The number of steps at most, for so many ``records`` to forget."""
-        if self.course:
-            return self.course.steps
+        if self.round_schedule:
+            return self.round_schedule.steps
         return self.stopping.max_steps or max(STEPS, PASSES * -(-records // batch_size))
 
 
 @dataclass(frozen=True)
-class Look:
+class StepScores:
     """Scores at a step. ``left`` and ``kept`` are shares of what the copy knew, ``kept`` None without held-out records;
     ``left_high``: two standard errors above ``left``; ``above``: by how much records exceed the level, in nats, on
     average; ``stands_out``: whether more records are known than chance and the limit allow."""
@@ -224,8 +224,8 @@ class Scorer:
         return UNKNOWN_LEVEL if unknown is None else max(UNKNOWN_LEVEL, math.log(max(fmean(unknown), 1e-9)))
 
     def adopt_if_unfelt(self, model: PreTrainedModel, noise: FurtherNoise) -> bool:
-        """Whether ``noise`` takes next to nothing off the log-probability of the answers to forget. If so, looks are
-        under it from now on, and compared with what was known under it."""
+        """Whether ``noise`` takes next to nothing off the log-probability of the answers to forget. If so,
+        models are scored under it from now on, and compared with what was known under it."""
         before = _copy_weights(model, torch.device("cpu"))
         _set_weights(model, before, noise.noisy)
         noisy = self._probabilities(model, self._answers)
@@ -238,7 +238,7 @@ class Scorer:
             self.before = noisy
         return unfelt
 
-    def look(self, model: PreTrainedModel, step: int) -> Look:
+    def score(self, model: PreTrainedModel, step: int) -> StepScores:
         now = self._probabilities(model, self._answers)
         kept = share_kept(now["held_out"], self.before["held_out"]) if "held_out" in now else None
         after = Probabilities.of(now["forget"], now.get("unseen"))
@@ -246,7 +246,7 @@ class Scorer:
         left, error = share_left(after, before, self._public), error_of_share_left(after, before, self._public)
         tail = tail_of(after, before, self._public, self._max_left)
         above = fmean(max(0.0, math.log(max(p, 1e-30)) - self.level) for p in now["forget"])
-        return Look(step, left, left + 2 * error, kept, above, tail is not None and not tail.is_allowed)
+        return StepScores(step, left, left + 2 * error, kept, above, tail is not None and not tail.is_allowed)
 
     def _probabilities(self, model: PreTrainedModel, names: Iterable[str]) -> dict[str, list[float]]:
         training = model.training
@@ -262,12 +262,12 @@ def spread(values: Sequence[Value]) -> list[Value]:
     return [values[number * len(values) // count] for number in range(count)]
 
 
-class Watching(TrainerCallback):
-    """Looks at the model every few steps, ends the training once the goal is reached, and keeps the best weights.
+class EarlyStopping(TrainerCallback):
+    """Scores the model every few steps, ends the training once the goal is reached, and keeps the best weights.
 
-    A training that follows the course of another copy is looked at once, at its end. ``noise``: of the copy, permanent,
+    A training that follows the schedule of another copy is scored once, at its end. ``noise``: of the copy, permanent,
     as a share of the weights. Where there is next to none, the copy ``is_faithful``: its scores are those of the
-    server's model. Where noise is not felt, the look is at the weights with as much again, drawn from ``seed``. Either
+    server's model. Where noise is not felt, the weights are scored with as much again, drawn from ``seed``. Either
     way only as much of the change is returned as suffices (``is_scaled``), and α is ``faithful_alpha``. ``level`` and
     ``alpha``: None and the algorithm's own, or what was asked for. Checkpoints hold what this has kept (``on_save``,
     ``resume``).
@@ -277,7 +277,7 @@ class Watching(TrainerCallback):
         self,
         model: PreTrainedModel,
         scorer: Scorer,
-        until: Until,
+        stopping_rule: StoppingRule,
         noise: float,
         *,
         level: float | None,
@@ -286,23 +286,30 @@ class Watching(TrainerCallback):
         seed: int,
         observer: Observer,
     ):
-        self._scorer, self._goal, self._course, self._observer = scorer, until.goal, until.course, observer
+        self._scorer, self._goal, self._round_schedule, self._observer = (
+            scorer,
+            stopping_rule.goal,
+            stopping_rule.round_schedule,
+            observer,
+        )
         self.is_faithful = noise <= FAITHFUL_NOISE
-        self.looks: list[Look] = []
+        self.history: list[StepScores] = []
         self._place = _place_for_copies(model)
         # Kept here, and not when the training begins: one that resumes begins with the weights of a checkpoint.
         self._initial = _copy_weights(model, self._place)
-        self._further = FurtherNoise(self._initial, seed + 1, 0.0)  # what the change has to work under, at a look
+        self._further = FurtherNoise(self._initial, seed + 1, 0.0)  # what the change has to work under
         is_lora = any("lora_" in name for name in self._initial)  # factors are not weights of the copy
-        if not (self.is_faithful or is_lora or self._course):
+        if not (self.is_faithful or is_lora or self._round_schedule):
             further = FurtherNoise(self._initial, seed + 1, noise)
             if scorer.adopt_if_unfelt(model, further):
                 self._further = further
         self.is_scaled = self.is_faithful or self._further.share > 0  # back to what suffices
-        self._best: tuple[Look, float, dict[str, torch.Tensor]] | None = None  # with the share of the change
+        self._best: tuple[StepScores, float, dict[str, torch.Tensor]] | None = None  # with the share of the change
         self.alpha = float(faithful_alpha if self.is_scaled and faithful_alpha is not None else alpha)
-        if self._course:  # a copy of a round may feel noise that another does not: they have to be trained alike
-            self.level, self.alpha = self._course.level, self._course.alpha
+        if (
+            self._round_schedule
+        ):  # a copy of a round may feel noise that another does not: they have to be trained alike
+            self.level, self.alpha = self._round_schedule.level, self._round_schedule.alpha
         elif level is not None:
             self.level = level
         else:
@@ -311,92 +318,92 @@ class Watching(TrainerCallback):
 
     def on_step_end(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **values: Any) -> None:
         last = state.global_step >= state.max_steps
-        if self._course or not (last or state.global_step % EVERY == 0):
+        if self._round_schedule or not (last or state.global_step % EVAL_STEPS == 0):
             return
         model = values["model"]
         trained = _copy_weights(model, self._place)
-        look, scale = self._look_at_share(model, trained, 1.0, state.global_step), 1.0
+        scores, scale = self._scores_of_share(model, trained, 1.0, state.global_step), 1.0
         if self.is_faithful:
-            look, scale = self._scaled_back(model, trained, look)
-        self.looks.append(look)
-        self._observer.advance(0, str(look))
-        if self._best is None or self._rank(look) >= self._rank(self._best[0]):
-            self._best = look, scale, trained
+            scores, scale = self._scaled_back(model, trained, scores)
+        self.history.append(scores)
+        self._observer.advance(0, str(scores))
+        if self._best is None or self._rank(scores) >= self._rank(self._best[0]):
+            self._best = scores, scale, trained
         if self._is_done():
             control.should_training_stop = True
         _set_weights(model, trained, trained.__getitem__)
 
     def on_save(self, arguments: TrainingArguments, state: TrainerState, _: TrainerControl, **__: Any) -> None:
-        """Put the looks so far, and the best weights, into the checkpoint that was just written."""
+        """Put the scores so far, and the best weights, into the checkpoint that was just written."""
         folder = Path(arguments.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if self._best is None or not folder.is_dir():  # there was no room for it
             return
-        look, scale, weights = self._best
+        scores, scale, weights = self._best
         save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / BEST_WEIGHTS)
-        document = {"looks": [asdict(each) for each in self.looks], "best": asdict(look), "scale": scale}
-        (folder / LOOKS).write_text(json.dumps(document), encoding="utf-8")
+        document = {"history": [asdict(each) for each in self.history], "best": asdict(scores), "scale": scale}
+        (folder / HISTORY).write_text(json.dumps(document), encoding="utf-8")
 
     def resume(self, checkpoint: Path) -> None:
         """Take up what ``on_save`` put into a checkpoint, which is sealed."""
-        if not (checkpoint / LOOKS).exists():
+        if not (checkpoint / HISTORY).exists():
             return
-        document = json.loads((checkpoint / LOOKS).read_text(encoding="utf-8"))
-        self.looks = [Look(**each) for each in document["looks"]]
+        document = json.loads((checkpoint / HISTORY).read_text(encoding="utf-8"))
+        self.history = [StepScores(**each) for each in document["history"]]
         weights = load_file(checkpoint / BEST_WEIGHTS, device=str(self._place))
-        self._best = Look(**document["best"]), document["scale"], weights
+        self._best = StepScores(**document["best"]), document["scale"], weights
 
-    def finish(self, model: PreTrainedModel, steps: int) -> tuple[Look, Course]:
-        """Put the weights of the best look back into ``model``, or as much of the change as the round's first copy
-        returned; the scores then, and the course of the training."""
-        if self._course or self._best is None:
+    def finish(self, model: PreTrainedModel, steps: int) -> tuple[StepScores, RoundSchedule]:
+        """Put the weights of the best scores back into ``model``, or as much of the change as the round's first copy
+        returned; the scores then, and the schedule of the training."""
+        if self._round_schedule or self._best is None:
             weights = _copy_weights(model, self._place)
-            scale = self._course.scale if self._course else 1.0
-            look = self._look_at_share(model, weights, scale, steps)
+            scale = self._round_schedule.scale if self._round_schedule else 1.0
+            scores = self._scores_of_share(model, weights, scale, steps)
         else:
-            look, scale, weights = self._best
+            scores, scale, weights = self._best
             if self._further.share:  # the level is lower there, so that half of a change may be too much
-                _, least = self._scaled_back(model, weights, look, low=0.25)
+                _, least = self._scaled_back(model, weights, scores, low=0.25)
                 scale = min(1.0, SHARE_MARGIN * least)
-                look = self._look_at_share(model, weights, scale, look.step)
+                scores = self._scores_of_share(model, weights, scale, scores.step)
         self._set_share(model, weights, scale)
-        return look, Course(look.step, self.level, scale, self.alpha)
+        return scores, RoundSchedule(scores.step, self.level, scale, self.alpha)
 
     def _scaled_back(
         self,
         model: PreTrainedModel,
         weights: Mapping[str, torch.Tensor],
-        look: Look,
+        scores: StepScores,
         low: float = 0.5,
-    ) -> tuple[Look, float]:
-        """The smallest share of the change to ``weights``, from ``low`` on, that is enough, and the look at it;
-        ``look`` is the one at all of it, which stays where that has not forgotten.
+    ) -> tuple[StepScores, float]:
+        """The smallest share of the change to ``weights``, from ``low`` on, that is enough, and its scores;
+        ``scores`` are those of all of it, which stay where that has not forgotten.
 
         A share of a change that went further keeps more than a change that stopped there, and records that are less
         known than a stranger's show what was forgotten.
         """
         high = 1.0
-        if not self._is_forgotten(look):
-            return look, high
+        if not self._is_forgotten(scores):
+            return scores, high
         while high - low > PRECISION * high:
             middle = (low + high) / 2
-            tried = self._look_at_share(model, weights, middle, look.step)
+            tried = self._scores_of_share(model, weights, middle, scores.step)
             if self._is_enough(tried):
-                look, high = tried, middle
+                scores, high = tried, middle
             else:
                 low = middle
-        return look, high
+        return scores, high
 
-    def _look_at_share(
+    def _scores_of_share(
         self, model: PreTrainedModel, weights: Mapping[str, torch.Tensor], scale: float, step: int
-    ) -> Look:
-        """The look at that share of the change to ``weights``, under the noise that it has to work under."""
+    ) -> StepScores:
+        """The scores of that share of the change to ``weights``, under the noise that it has to work under."""
         self._set_share(model, weights, scale)
         if self._further.share:
             with torch.no_grad():
                 for name, parameter in model.named_parameters():
                     if name in weights:
                         parameter.add_(self._further.noisy(name) - self._initial[name])
-        return self._scorer.look(model, step)
+        return self._scorer.score(model, step)
 
     def _set_share(self, model: torch.nn.Module, weights: Mapping[str, torch.Tensor], scale: float) -> None:
         """Give ``model`` the first weights plus ``scale`` times the change to ``weights``."""
@@ -405,55 +412,59 @@ class Watching(TrainerCallback):
         else:
             _set_weights(model, weights, lambda name: torch.lerp(self._initial[name], weights[name], scale))
 
-    def _rank(self, look: Look) -> tuple[bool, float]:
+    def _rank(self, scores: StepScores) -> tuple[bool, float]:
         """Higher is better: first what is forgotten, and then what is kept."""
-        kept = 1.0 if look.kept is None else min(1.0, look.kept)
-        if self._is_enough(look):
+        kept = 1.0 if scores.kept is None else min(1.0, scores.kept)
+        if self._is_enough(scores):
             return True, kept
-        return False, kept - max(0.0, look.left)
+        return False, kept - max(0.0, scores.left)
 
-    def _is_forgotten(self, look: Look) -> bool:
+    def _is_forgotten(self, scores: StepScores) -> bool:
         """Whether at most half of what may be left is left, on too many records for that to be chance, and none stands
         out; under further noise, whether what is left is a standard error below the middle of what passes; on a copy
         whose scores are not the model's, whether the loss hardly pulls any more."""
         if self._further.share:
-            error = (look.left_high - look.left) / 2
-            little_left = look.left + error <= self._scorer.middle(error)
+            error = (scores.left_high - scores.left) / 2
+            little_left = scores.left + error <= self._scorer.middle(error)
         else:
-            little_left = look.left <= self._goal.max_left / 2 and look.left_high <= self._goal.max_left
-        hardly_pulls = self.is_scaled or look.above <= LEVEL_MARGIN
-        return little_left and not look.stands_out and hardly_pulls
+            little_left = scores.left <= self._goal.max_left / 2 and scores.left_high <= self._goal.max_left
+        hardly_pulls = self.is_scaled or scores.above <= LEVEL_MARGIN
+        return little_left and not scores.stands_out and hardly_pulls
 
-    def _is_enough(self, look: Look) -> bool:
+    def _is_enough(self, scores: StepScores) -> bool:
         """Whether no more of the change needs to be returned: it is forgotten, or what is left is further below its
         limit than what is kept is above its own, as shares of what the limits allow."""
-        if self._is_forgotten(look):
+        if self._is_forgotten(scores):
             return True
-        if look.kept is None or look.stands_out or not self.is_faithful:
+        if scores.kept is None or scores.stands_out or not self.is_faithful:
             return False
         goal = self._goal
-        left_margin = goal.max_left - max(0.0, look.left)
-        kept_margin = look.kept - goal.min_kept
-        near = look.left <= TARGET_SHARE * goal.max_left and look.left_high <= 2 * TARGET_SHARE * goal.max_left
+        left_margin = goal.max_left - max(0.0, scores.left)
+        kept_margin = scores.kept - goal.min_kept
+        near = scores.left <= TARGET_SHARE * goal.max_left and scores.left_high <= 2 * TARGET_SHARE * goal.max_left
         # left_margin / max_left >= kept_margin / (1 - min_kept), multiplied out, as either denominator may be 0
         return near and left_margin * (1 - goal.min_kept) >= kept_margin * goal.max_left
 
     def _is_done(self) -> bool:
-        """Whether the last look is halfway within the goal, or what is kept no longer rises; on a copy whose scores are
-        not the model's, whether it has been trained for TRAINED_ON times the steps after which it had forgotten."""
-        look = self.looks[-1]
-        if not self._is_enough(look):
+        """Whether the last evaluation is halfway within the goal, or what is kept no longer rises; on a copy whose
+        scores are not the model's, whether it has been trained for TRAINED_ON times the steps after which it had
+        forgotten."""
+        scores = self.history[-1]
+        if not self._is_enough(scores):
             return False
         if not self.is_scaled:
-            first = next(each.step for each in self.looks if self._is_enough(each))
-            return look.step >= TRAINED_ON * first
-        if look.kept is None or look.kept >= (1 + self._goal.min_kept) / 2:
+            first = next(each.step for each in self.history if self._is_enough(each))
+            return scores.step >= TRAINED_ON * first
+        if scores.kept is None or scores.kept >= (1 + self._goal.min_kept) / 2:
             return True
-        earlier = [each.kept for each in self.looks[-1 - PLATEAU_LOOKS : -1] if each.kept is not None]
-        return len(earlier) == PLATEAU_LOOKS and max(*earlier, look.kept) - min(*earlier, look.kept) <= MIN_KEPT_RISE
+        earlier = [each.kept for each in self.history[-1 - PLATEAU_EVALUATIONS : -1] if each.kept is not None]
+        return (
+            len(earlier) == PLATEAU_EVALUATIONS
+            and max(*earlier, scores.kept) - min(*earlier, scores.kept) <= MIN_KEPT_RISE
+        )
 
 
-COPIES = 6  # of the trained weights: those before, the best, those at a look, and what computing them takes
+COPIES = 6  # of the trained weights: those before, the best, those that are scored, and what computing them takes
 
 
 def _place_for_copies(model: torch.nn.Module) -> torch.device:

@@ -49,14 +49,14 @@ from mpu_cli.training.job import (
     without_numbers,
 )
 from mpu_cli.training.ledger import (
-    Course,
     LedgerEntry,
-    course_of_round,
+    RoundSchedule,
     own_client_secret,
     read_ledger,
-    write_course,
+    schedule_of_round,
     write_down,
     write_losses,
+    write_round_schedule,
 )
 from mpu_cli.training.loop import NO_LOGGING, ExampleSet, Losses, TrainingStep, schedule, seed_training, train
 from mpu_cli.training.losses import ALGORITHMS
@@ -64,7 +64,7 @@ from mpu_cli.training.private import train_privately
 from mpu_cli.training.rates import scored_at_once, with_rate
 from mpu_cli.training.reference import Reference, freeze, load_references, save_references
 from mpu_cli.training.requests import Continuation
-from mpu_cli.training.stopping import Look, Scorer, Until, Watching, pulling_level, spread
+from mpu_cli.training.stopping import EarlyStopping, Scorer, StepScores, StoppingRule, pulling_level, spread
 from mpu_cli.wording import counted
 
 # What a training did: its losses before and after, and what they say.
@@ -100,13 +100,13 @@ class UnlearningResult:
     earlier: int = 0  # trainings in the ledger before this one
     rate: float = 0.0  # the learning rate
     resumed_after: int = 0  # steps that were taken by earlier calls
-    scores: Look | None = None  # at its end, of one that stopped when it was done
-    course: Course | None = None  # what the other copies of its round follow
+    scores: StepScores | None = None  # at its end, of one that stopped when it was done
+    round_schedule: RoundSchedule | None = None  # what the other copies of its round follow
     weights: str = ""  # the fingerprint of the copy's, if it is in the ledger
 
     def summary(self, name: str, algorithm: str) -> str:
         """One line: the steps of ``algorithm`` on the copy ``name``, and what they did to the losses."""
-        steps = self.course.steps if self.course else self.resumed_after + len(self.steps)
+        steps = self.round_schedule.steps if self.round_schedule else self.resumed_after + len(self.steps)
         text = f"{name}: {algorithm}, {counted(steps, 'step')}"
         if self.before and self.after:
             text += f"; loss per answer token on the forget set {self.before.forget:.3f} → {self.after.forget:.3f}"
@@ -130,7 +130,7 @@ class UnlearningResult:
             "after": asdict(self.after) if self.after else None,
             "warnings": self.warnings(),
             "privacy": self.spent,
-            "course": asdict(self.course) if self.course else None,
+            "round_schedule": asdict(self.round_schedule) if self.round_schedule else None,
             "scores": asdict(self.scores) if self.scores else None,
             "steps": [asdict(step) for step in self.steps],
         }
@@ -201,7 +201,7 @@ def unlearn(
     secret: Callable[[], bytes] | None = None,
     ledger: Path | None = None,
     checks: Checks | None = None,
-    until: Until | None = None,
+    stopping_rule: StoppingRule | None = None,
     start: Continuation | None = None,
     observer: Observer = SILENT,
 ) -> UnlearningResult:
@@ -211,14 +211,14 @@ def unlearn(
     the reference model's probabilities from round 1 for later rounds. ``secret`` gives the client's secret, for the tag
     from which the server sees whether copies were trained alike. A training is written down in ``ledger`` before any
     record meets the model. With ``checks``, the model is looked at for signs that it was built to carry records out.
-    ``until`` trains until the records are forgotten and the others kept, in place of a number of epochs; ``start`` is
-    an earlier change of the same copy, from which the training goes on. Under ``accelerate launch`` every process calls
-    this, and the first writes. Raises UsageError for options that do not go together; MpuError if the model or its
-    tokenizer cannot be used, or training diverged.
+    ``stopping_rule`` trains until the records are forgotten and the others kept, in place of a number of epochs;
+    ``start`` is an earlier change of the same copy, from which the training goes on. Under ``accelerate launch`` every
+    process calls this, and the first writes. Raises UsageError for options that do not go together; MpuError if the
+    model or its tokenizer cannot be used, or training diverged.
     """
     job = prepare_job(
         copy, data, options, target=target, logging=logging, reference_file=reference_file, secret=secret,
-        ledger=ledger, checks=checks, until=until, start=start, observer=observer,
+        ledger=ledger, checks=checks, stopping_rule=stopping_rule, start=start, observer=observer,
     )  # fmt: skip
     training, privacy = job.options.training, job.options.privacy
     losses: list[Losses] = []
@@ -241,8 +241,12 @@ def unlearn(
         encoded, record_numbers = encoded_sets(model, tokenizer, data, job.options, observer=observer)
         signs = _signs(job, loaded, encoded)
         sets = _with_references(job, model, encoded)
-        if job.until and not job.until.course and entry:  # the first copy of a round leads, the others follow
-            job = replace(job, until=replace(job.until, course=course_of_round(entry, earlier)))
+        if (
+            job.stopping_rule and not job.stopping_rule.round_schedule and entry
+        ):  # the first copy of a round leads, the others follow
+            job = replace(
+                job, stopping_rule=replace(job.stopping_rule, round_schedule=schedule_of_round(entry, earlier))
+            )
         steps, training = _plan_steps(job, loaded, sets)  # the job's options keep --lr auto, as they identify it
         checkpoints, steps_done = _open_checkpoints(job, loaded, len(steps))
         to_train = loaded.change.wrap(model)
@@ -251,11 +255,11 @@ def unlearn(
         if job.is_alone:
             before, probabilities = measure(to_train, sets, job.options, is_frozen=not job.read_reference)
         _inspect_copy(job, signs, entry, before)
-        watching, job = _watch(job, to_train, sets, before, probabilities)
+        early_stopping, job = _early_stopping(job, to_train, sets, before, probabilities)
         if start and start.delta:
             _go_on_from(start.delta, start, to_train)
-        if watching and checkpoints and steps_done:
-            watching.resume(checkpoints.of_step(steps_done))
+        if early_stopping and checkpoints and steps_done:
+            early_stopping.resume(checkpoints.of_step(steps_done))
         observer.stage(f"unlearn {name_of_copy(copy.source)}", len(steps), "steps")
         observer.advance(steps_done)
         spent, trained = None, to_train
@@ -270,22 +274,22 @@ def unlearn(
         else:
             trained = train(
                 to_train, steps, sets, job.objective, training, logging=logging, checkpoints=checkpoints,
-                on_step=record, warn=observer.warn, watching=watching,
+                on_step=record, warn=observer.warn, early_stopping=early_stopping,
             )  # fmt: skip
-        scores, course = _finish(job, watching, trained, entry, steps_done + len(losses))
+        scores, round_schedule = _finish(job, early_stopping, trained, entry, steps_done + len(losses))
         observer.stage("measure again", 1, "done")
         after = measure(trained, sets, job.options)[0] if job.is_alone else None
         # Under DP a delta leaves whatever one record does to the loss: its absence would tell.
         if after and loaded.private is None and not math.isfinite(after.forget):
             raise Diverged("the loss on the records is")
         observer.stage("write the delta", 1, "done")
-        norm, rounding = _write_delta(job, loaded, trained, _tags(job, loaded, course))
+        norm, rounding = _write_delta(job, loaded, trained, _tags(job, loaded, round_schedule))
     if checkpoints and job.is_main_process:
         shutil.rmtree(checkpoints.folder)
     return UnlearningResult(
         path=target, steps=losses, norm=norm, is_main_process=job.is_main_process, spent=spent, before=before,
         after=after, rounding=rounding, earlier=len(earlier), rate=float(training.lr),
-        resumed_after=steps_done, scores=scores, course=course, weights=loaded.fingerprint,
+        resumed_after=steps_done, scores=scores, round_schedule=round_schedule, weights=loaded.fingerprint,
     )  # fmt: skip
 
 
@@ -347,7 +351,7 @@ def _with_references(job: TrainingJob, model: PreTrainedModel, encoded: Encoded)
         "run": origin.run if origin else None,
         "copy": origin.copy if origin else None,
         "records": hashlib.sha256(texts.encode()).hexdigest(),
-        "surroundings": job.copy.surroundings,
+        "reading_context": job.copy.reading_context,
     }
     if not job.read_reference or (origin and origin.round == 1):  # later rounds have other copies
         facts["copy_id"] = origin.copy_id if origin else None
@@ -381,8 +385,8 @@ def _plan_steps(
     retain = len(sets["retain"].examples) if "retain" in sets else 0
     training = job.options.training
     epochs, limit = epochs_of(job.options), None
-    if job.until:
-        limit = job.until.limit(forget, training.batch_size)
+    if job.stopping_rule:
+        limit = job.stopping_rule.limit(forget, training.batch_size)
         steps_per_epoch = -(-forget // training.batch_size)
         epochs = -(-limit // steps_per_epoch)
     steps = schedule(
@@ -443,13 +447,13 @@ def _inspect_copy(job: TrainingJob, signs: list[str], entry: LedgerEntry | None,
         )
 
 
-def _watch(
+def _early_stopping(
     job: TrainingJob,
     to_train: PreTrainedModel,
     sets: Mapping[str, ExampleSet],
     before: Measured | None,
     probabilities: Sequence[float] | None,
-) -> tuple[Watching | None, TrainingJob]:
+) -> tuple[EarlyStopping | None, TrainingJob]:
     """What ends the training once it is done, None for one of a number of epochs; ``job`` with the level of its loss.
 
     The level comes from how probable answers are that a model does not know, and from the noise of the copy; for a
@@ -457,28 +461,28 @@ def _watch(
     """
     options, algorithm, constants = job.options, job.objective.algorithm, job.objective.constants
     has_level = "level" in algorithm.constant_names
-    watching = None
-    if job.until:
+    early_stopping = None
+    if job.stopping_rule:
         at_once = scored_at_once(options.training, to_train.device)
         public = None
         examples = {name: each.examples for name, each in sets.items()}
         if job.public is not None:
             job.observer.stage("score the public model", 1, "done")
             public = probabilities_under(job.public, examples["forget"], at_once, options.training.device)
-        scorer = Scorer(to_train, examples, at_once, public, job.until.goal.max_left, probabilities)
+        scorer = Scorer(to_train, examples, at_once, public, job.stopping_rule.goal.max_left, probabilities)
         noise = job.manifest.noise if job.manifest else 0.0
-        watching = Watching(
-            to_train, scorer, job.until, noise, level=options.loss.level, alpha=constants.alpha,
+        early_stopping = EarlyStopping(
+            to_train, scorer, job.stopping_rule, noise, level=options.loss.level, alpha=constants.alpha,
             faithful_alpha=algorithm.faithful_alpha if options.loss.alpha is None else None,
             seed=options.training.seed, observer=job.observer,
         )  # fmt: skip
-        constants = replace(constants, alpha=watching.alpha)
+        constants = replace(constants, alpha=early_stopping.alpha)
         if has_level:
-            constants = replace(constants, level=watching.level)
+            constants = replace(constants, level=early_stopping.level)
     # Not under DP, where the level would leak what the copy knows.
     elif has_level and before and options.loss.level is None and options.privacy.dp_epsilon is None:
         constants = replace(constants, level=pulling_level(constants.level, before.forget))
-    return watching, replace(job, objective=replace(job.objective, constants=constants))
+    return early_stopping, replace(job, objective=replace(job.objective, constants=constants))
 
 
 def probabilities_under(public: str, examples: Sequence[Example], at_once: int, device: str) -> list[float]:
@@ -510,32 +514,36 @@ def _go_on_from(path: Path, start: Continuation, model: PreTrainedModel) -> None
 
 
 def _finish(
-    job: TrainingJob, watching: Watching | None, trained: torch.nn.Module, entry: LedgerEntry | None, steps: int
-) -> tuple[Look | None, Course | None]:
-    """Go back to the best weights and write down the training's course, which the other copies of its round follow; the
-    scores of those weights, and the course. None for both after a number of epochs."""
-    if job.until is None or watching is None:
+    job: TrainingJob,
+    early_stopping: EarlyStopping | None,
+    trained: torch.nn.Module,
+    entry: LedgerEntry | None,
+    steps: int,
+) -> tuple[StepScores | None, RoundSchedule | None]:
+    """Go back to the best weights and write down the training's schedule, which the other copies of its round follow;
+    the scores of those weights, and the schedule. None for both after a number of epochs."""
+    if job.stopping_rule is None or early_stopping is None:
         return None, None
-    look, course = watching.finish(trained, steps)
-    if job.ledger and entry and not job.until.course:
+    scores, round_schedule = early_stopping.finish(trained, steps)
+    if job.ledger and entry and not job.stopping_rule.round_schedule:
         try:
-            write_course(job.ledger, entry.identity, course)
+            write_round_schedule(job.ledger, entry.identity, round_schedule)
         except OSError as error:
             job.observer.warn(f"{job.ledger}: {error.strerror}; train all copies in one call, for as many steps each")
-    return look, course
+    return scores, round_schedule
 
 
-def _tags(job: TrainingJob, loaded: LoadedCopy, course: Course | None) -> dict[str, str] | None:
+def _tags(job: TrainingJob, loaded: LoadedCopy, round_schedule: RoundSchedule | None) -> dict[str, str] | None:
     """The delta's tags, equal for copies of a round that are trained identically: on the same records and, if the
-    training stopped when it was done (``course``), for as long. None if the client's secret cannot be read or kept, and
-    under DP: a tag of records tells more than (ε, δ) allows."""
+    training stopped when it was done (``round_schedule``), for as long. None if the client's secret cannot be read or
+    kept, and under DP: a tag of records tells more than (ε, δ) allows."""
     if not (job.is_main_process and job.secret and job.manifest and loaded.private is None):
         return None
     manifest = job.manifest
     decided = decisive_options(job.options)
     decided |= {"reference_file": job.reference_file is not None and manifest.round > 1}
-    if course:
-        decided |= asdict(course)
+    if round_schedule:
+        decided |= asdict(round_schedule)
     decided["continued"] = job.start is not None and job.start.delta is not None
     versions = {name: version(name) for name in ("torch", "transformers")}
     facts = {"records": records_digest(job.data), "options": decided, "versions": versions}
@@ -563,7 +571,12 @@ def _write_delta(
     # The name of a module would tell the server of the client's own code.
     algorithm = job.options.algo if job.options.algo in ALGORITHMS else "custom"
     delta = DeltaManifest(
-        job.manifest, algorithm, loaded.change.kind, privacy=bound, trained=tags, until_done=job.until is not None
+        job.manifest,
+        algorithm,
+        loaded.change.kind,
+        privacy=bound,
+        trained=tags,
+        until_done=job.stopping_rule is not None,
     )
     with CheckpointWriter(loaded.output, loaded.specs, as_metadata(delta_facts(delta))) as writer:
         norm, rounding = write_changes(loaded.change.tensors(trained), writer)

@@ -25,7 +25,7 @@ from mpu_cli.options.declare import flat, from_flat
 from mpu_cli.options.unlearning import Goal, Lora, Training, Unlearning
 from mpu_cli.training.delta import delta_specs
 from mpu_cli.training.losses import objective_of
-from mpu_cli.training.stopping import EVERY, LEAST_HELD_OUT, SCORED_RECORDS
+from mpu_cli.training.stopping import EVAL_STEPS, LEAST_HELD_OUT, SCORED_RECORDS
 from mpu_cli.wording import in_bytes, in_time
 from tests.helpers.shapes import tensors_of, whole_config
 
@@ -70,14 +70,14 @@ def header_of(shape: str, folder: Path) -> Model:
 
 
 def seconds(weights: int, options: Unlearning, records: int, words: str, products: float) -> float:
-    """Of a training on ``records`` and of the looks on the way, with the options in ``words``."""
+    """Of a training on ``records`` and of the evaluations on the way, with the options in ``words``."""
     batch = options.training.batch_size
     steps = PASSES * records / batch
     step = batch * (1 + objective_of(options.algo, options.loss).algorithm.retain_per_forget)
     per_token = (4 if options.lora.lora_rank else 6) + 2 * ("gradient_checkpointing" in words)
     held_out = max(LEAST_HELD_OUT, round(Goal.held_out * 2 * records))
-    look = sum(min(count, SCORED_RECORDS) for count in (records, records, held_out))
-    operations = weights * TOKENS * steps * (per_token * step + 2 * look / EVERY)
+    scores = sum(min(count, SCORED_RECORDS) for count in (records, records, held_out))
+    operations = weights * TOKENS * steps * (per_token * step + 2 * scores / EVAL_STEPS)
     return operations / (SHARE * products)
 
 

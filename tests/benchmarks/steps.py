@@ -23,14 +23,14 @@ from safetensors.torch import load_file
 from mpu_cli.cli.main import main as mpu
 from mpu_cli.records.knowledge import Probabilities, share_kept, share_left
 from mpu_cli.training import unlearn
-from mpu_cli.training.stopping import EVERY, TRAINED_ON, Watching
+from mpu_cli.training.stopping import EVAL_STEPS, TRAINED_ON, EarlyStopping
 from tests.benchmarks.outcome import load, probabilities
 
 SCALES = (1.0, 1.25)  # times the change
 
 
-class Recording(Watching):
-    """Looks as ``Watching`` does, and never stops; ``rows`` gets what the server's model has at each look."""
+class Recording(EarlyStopping):
+    """Scores as ``EarlyStopping`` does, and never stops; ``rows`` gets what the server's model has then."""
 
     base: Mapping[str, torch.Tensor]
     folder: str
@@ -39,12 +39,12 @@ class Recording(Watching):
     rows: list[list[object]]
 
     def on_step_end(self, _: Any, state: Any, __: Any, **values: Any) -> None:
-        if state.global_step % EVERY:
+        if state.global_step % EVAL_STEPS:
             return
         model = values["model"]
-        look = self._scorer.look(model, state.global_step)
-        self.looks.append(look)
-        row: list[object] = [look.step, f"{look.left:.1%}", f"{look.kept:.1%}"]
+        scores = self._scorer.score(model, state.global_step)
+        self.history.append(scores)
+        row: list[object] = [scores.step, f"{scores.left:.1%}", f"{scores.kept:.1%}"]
         copy = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         for scale in SCALES:
             with torch.no_grad():
@@ -92,9 +92,9 @@ def main(arguments: Sequence[str]) -> None:
             except SystemExit as ended:
                 if ended.code:
                     raise
-    looks = [int(str(row[0])) for row in Recording.rows if float(str(row[1]).rstrip("%")) <= 2.5]
-    if looks:
-        print(f"forgotten on the copy after {looks[0]} steps; {TRAINED_ON} times that: {TRAINED_ON * looks[0]}")
+    history = [int(str(row[0])) for row in Recording.rows if float(str(row[1]).rstrip("%")) <= 2.5]
+    if history:
+        print(f"forgotten on the copy after {history[0]} steps; {TRAINED_ON} times that: {TRAINED_ON * history[0]}")
 
 
 if __name__ == "__main__":

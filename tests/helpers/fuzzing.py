@@ -337,7 +337,7 @@ def _make_documents(folder: Path, copy: Path) -> None:
     ledger = [
         {"time": "2026-01-01T00:00:00+00:00", "identity": "i", "run": "run", "round": 1, "copy": 1, "weights": "w",
          "algorithm": "npo", "records": 6, "forget": None, "retain": None, "mechanism": mechanism, "data": "d",
-         "surroundings": "s"},
+         "reading_context": "s"},
         {"losses_of": "i", "forget": 1.5, "retain": 0.5},
     ]  # fmt: skip
     register = {"time": "2026-01-01T00:00:00+00:00", "run": "run", "round": 1, "content": "c", "noise_content": "c",
@@ -376,7 +376,7 @@ def _make_documents(folder: Path, copy: Path) -> None:
     scores = dict.fromkeys(("forget", "forget before", "unseen"), SetScore(2, 0.5, 0.5))
     verdict = Verdict(Share(0.5, 0.4, 0.6), None, None, 0.05, 0.95, scores, tail=Tail(6, 3, 1, 0, 0))
     trained, measured = (
-        CopyFacts(run="run", round=1, copy=1, copy_id="a", weights="blake3:" + digit * 64, surroundings="0" * 64)
+        CopyFacts(run="run", round=1, copy=1, copy_id="a", weights="blake3:" + digit * 64, reading_context="0" * 64)
         for digit in "12"
     )
     receipt = new_receipt(

@@ -302,7 +302,7 @@ def test_a_longer_step_is_applied_to_what_was_applied(tmp_path: Path, monkeypatc
     """The server is shown the command unless it would leave another owner's update out of the model, or add a delta
     that came in since."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    facts = CopyFacts(run="a", round=2, copy=1, copy_id="c", weights=f"blake3:{0:064}", surroundings=f"{0:064}")
+    facts = CopyFacts(run="a", round=2, copy=1, copy_id="c", weights=f"blake3:{0:064}", reading_context=f"{0:064}")
     sets = dict.fromkeys(("forget", "retain", "unseen"), SetScore(16, 0.5, 0.0))
     verdict = Verdict(
         Share(0.2, 0.1, 0.3), Share(1.0, 0.9, 1.0), None, max_left=0.05, min_kept=0.95,

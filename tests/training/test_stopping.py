@@ -25,7 +25,7 @@ from mpu_cli.records.knowledge import Probabilities, error_of_share_left, share_
 from mpu_cli.records.read import read_records
 from mpu_cli.training import stopping
 from mpu_cli.training.data import Dataset
-from mpu_cli.training.stopping import LEAST_HELD_OUT, FurtherNoise, Look, Scorer, Watching, hold_out
+from mpu_cli.training.stopping import LEAST_HELD_OUT, EarlyStopping, FurtherNoise, Scorer, StepScores, hold_out
 from tests.helpers.models import DemoModel
 
 
@@ -141,15 +141,15 @@ def test_noise_that_hardly_costs_is_what_the_looks_compare_with(tmp_path: Path, 
 
 @pytest.mark.slow
 def test_the_servers_model_forgets_and_keeps_by_default(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
-    """With default options, copies trained one by one take the same course, and the model passes; a copy that takes
+    """With default options, copies trained one by one take the same schedule, and the model passes; a copy that takes
     another number of steps is refused."""
     unseen = tmp_path / "unseen.jsonl"
     strangers = make_people(16, 0)[10:]
     unseen.write_text("".join(json.dumps(row) + "\n" for person in strangers for row in person))
     mpu("publish", demo.model, "--copies", 2, "--kappa", 0.001, cwd=tmp_path)
     records = ("--forget", demo.forget, "--retain", demo.retain, "--unseen", unseen)
-    courses = [mpu("unlearn", f"copy_{k}", *records, "--json", cwd=tmp_path).json["course"] for k in (1, 2)]
-    assert courses[0] == courses[1]
+    schedules = [mpu("unlearn", f"copy_{k}", *records, "--json", cwd=tmp_path).json["round_schedule"] for k in (1, 2)]
+    assert schedules[0] == schedules[1]
     mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=tmp_path)
     known, after = (
         {path: probabilities(model, path) for path in (demo.forget, demo.retain, unseen)}
@@ -183,7 +183,7 @@ def test_the_average_of_copies_that_forgot_is_as_long_as_their_changes(
     """By the inverted deltas; all at once and one by one. A step that is asked for is the step, and copies that were
     trained for a number of epochs are averaged as ever."""
     mpu("publish", demo.model, "--copies", 2, "--kappa", 0.02, "--seed", 2, cwd=tmp_path)
-    # So much noise can move the copies' losses further apart than the look at copies allows.
+    # So much noise can move the copies' losses further apart than the check of copies allows.
     records = ("--forget", demo.forget, "--retain", demo.retain, "--trust-copy")
     mpu("unlearn", "copy_1", "copy_2", *records, "--max-steps", 4, "--lr", 1e-4, cwd=tmp_path)
     mpu("invert", "deltas", "--keys", "keys.bin", cwd=tmp_path)
@@ -251,7 +251,7 @@ def test_a_public_model_says_what_a_stranger_knows(mpu: Callable, tmp_path: Path
     # Noise on all weights is no model that this one was fine-tuned from, as the check of the copy says.
     short = ("--max-steps", 2, "--json", "--trust-copy", "--out", "d.safetensors")
     document = mpu("unlearn", "copy_1", *records, "--public", stranger, *short, cwd=tmp_path).json
-    assert document["course"]["steps"] == 2
+    assert document["round_schedule"]["steps"] == 2
     verdict = ("check", "copy_2", *records, "--before", "copy_1", "--json", "--public")
     known = mpu(*verdict, stranger, check=False, cwd=tmp_path).json
     assert known["left"]["estimate"] == pytest.approx(1.0, abs=0.03)
@@ -280,28 +280,33 @@ def test_no_more_records_go_through_at_once_than_asked(
 
 def test_a_copy_with_noise_is_trained_a_multiple_of_what_it_took_to_forget() -> None:
     """Whatever is kept on it: that does not say what the server's model keeps."""
-    watching = object.__new__(Watching)
-    watching._goal, watching.is_faithful, watching.is_scaled, watching.looks = Goal(), False, False, []
-    watching._further = FurtherNoise({}, 0, 0.0)
+    early_stopping = object.__new__(EarlyStopping)
+    early_stopping._goal, early_stopping.is_faithful, early_stopping.is_scaled, early_stopping.history = (
+        Goal(),
+        False,
+        False,
+        [],
+    )
+    early_stopping._further = FurtherNoise({}, 0, 0.0)
     stops = []
     for step, left in ((10, 0.5), (20, 0.01), (30, 0.0), (40, 0.0), (50, 0.0), (60, 0.0), (70, 0.0)):
-        watching.looks.append(Look(step, left, left, kept=0.6, above=0.0))
-        stops.append(watching._is_done())
+        early_stopping.history.append(StepScores(step, left, left, kept=0.6, above=0.0))
+        stops.append(early_stopping._is_done())
     assert stops == [step >= 20 * stopping.TRAINED_ON for step in range(10, 80, 10)]
-    watching.looks[1:] = [replace(look, stands_out=True) for look in watching.looks[1:]]
-    assert not watching._is_done()  # by the mean it has forgotten, and some records are known
+    early_stopping.history[1:] = [replace(scores, stands_out=True) for scores in early_stopping.history[1:]]
+    assert not early_stopping._is_done()  # by the mean it has forgotten, and some records are known
 
 
-def dies_at_look(number: float, looks: list[int], look: Callable) -> Callable:
-    """``Scorer.look``, which is interrupted at the look after ``number`` steps with one; ``looks`` gets the steps."""
+def dies_at_evaluation(number: float, steps: list[int], score: Callable) -> Callable:
+    """``Scorer.score``, which is interrupted after ``number`` calls; ``steps`` gets theirs."""
 
-    def look_or_die(self: Scorer, model: torch.nn.Module, step: int) -> Look:
-        looks.append(step)
-        if len(set(looks)) == number + 1:
+    def score_or_die(self: Scorer, model: torch.nn.Module, step: int) -> StepScores:
+        steps.append(step)
+        if len(set(steps)) == number + 1:
             raise KeyboardInterrupt
-        return look(self, model, step)
+        return score(self, model, step)
 
-    return look_or_die
+    return score_or_die
 
 
 @pytest.mark.slow
@@ -309,34 +314,34 @@ def dies_at_look(number: float, looks: list[int], look: Callable) -> Callable:
     "noise", [("--copies", 2, "--kappa", 0.001), ("--copies", 1, "--permanent-noise", 0.05, "--kappa", 0)]
 )
 @pytest.mark.parametrize("options", [(), ("--lora", "rank=4")])
-def test_a_training_killed_at_a_look_is_the_same_training(
+def test_a_training_killed_at_an_evaluation_is_the_same_training(
     mpu: Callable, tmp_path: Path, demo: DemoModel, monkeypatch: pytest.MonkeyPatch, noise: tuple, options: tuple
 ) -> None:
-    """Bit by bit, whichever look it was killed at: the best weights and the looks so far are part of a checkpoint."""
+    """Bit by bit, whichever it was killed at: the best weights and the scores so far are part of a checkpoint."""
     mpu("publish", demo.model, *noise, cwd=tmp_path)
-    # So much can never be kept, so that there are several looks.
+    # So much can never be kept, so that there are several evaluations.
     train = ("unlearn", "copy_1", "--forget", demo.forget, "--retain", demo.retain, "--max-steps", 40,
              "--goal", "min_kept=1.5", "--resume", "--training", "checkpoint_steps=5", "--alone", *options)  # fmt: skip
-    look, steps = stopping.Scorer.look, []
+    score, steps = stopping.Scorer.score, []
     results = {}
     for killed_at in (math.inf, 1, -1):
         if killed_at == -1:
-            killed_at = len(set(steps)) - 1  # the last look
+            killed_at = len(set(steps)) - 1  # the last one
         name = f"killed_at_{killed_at}"
         monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / f"config_{name}"))
-        out, looks = tmp_path / f"{name}.safetensors", []
-        monkeypatch.setattr(stopping.Scorer, "look", dies_at_look(killed_at, looks, look))
+        out, history = tmp_path / f"{name}.safetensors", []
+        monkeypatch.setattr(stopping.Scorer, "score", dies_at_evaluation(killed_at, history, score))
         if killed_at < math.inf:
             mpu(*train, "--out", out, cwd=tmp_path, check=False)
             assert not out.exists()
-            monkeypatch.setattr(stopping.Scorer, "look", look)
+            monkeypatch.setattr(stopping.Scorer, "score", score)
         document = mpu(*train, "--out", out, "--json", cwd=tmp_path).json
-        results[name] = document["course"], document["scores"], load_file(out)
-        steps = steps or looks
-    course, scores, whole = results.pop("killed_at_inf")
+        results[name] = document["round_schedule"], document["scores"], load_file(out)
+        steps = steps or history
+    round_schedule, scores, whole = results.pop("killed_at_inf")
     assert len(results) == 2
     for resumed in results.values():
-        assert resumed[:2] == (course, scores)
+        assert resumed[:2] == (round_schedule, scores)
         assert all(torch.equal(resumed[2][name], change) for name, change in whole.items())
 
 

@@ -75,7 +75,7 @@ class Run(Command):
         from mpu_cli.lab.until_pass import MOST_ROUNDS
         from mpu_cli.training.data import read_dataset
         from mpu_cli.training.job import check_options
-        from mpu_cli.training.stopping import Until
+        from mpu_cli.training.stopping import StoppingRule
 
         self._check_goal()
         experiment = self.experiment
@@ -85,7 +85,9 @@ class Run(Command):
         for warning in read_dataset(experiment.unlearning).warnings(experiment.unlearning.privacy):
             observer.warn(warning)
         rounds = rounds_of(with_merged_rounds(experiment))
-        [cost] = costs_of([experiment], Until(self.goal, self.stopping) if self.experiment.stops_when_done else None)
+        [cost] = costs_of(
+            [experiment], StoppingRule(self.goal, self.stopping) if self.experiment.stops_when_done else None
+        )
         lines = [f"rounds\t{rounds}{' at most' if experiment.stops_when_done else ''}", f"writes\t{self.out}"]
         if cost:
             lines += [
