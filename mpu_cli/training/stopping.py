@@ -2,14 +2,12 @@
 
 Every few steps the model is scored on records to forget, on retain records that were left out of the training, and on
 records that it never saw. Nothing is generated: the score of a record is the geometric mean of its answer tokens'
-probabilities.
+probabilities. The training ends a multiple of the steps after which the records are forgotten.
 
-A copy without permanent noise answers as the server's model: its scores decide when to stop, and how much of the change
-is returned. On one with, the change is fitted to the noise under which it was found, and forgets less on the server's
-model than on the copy, however the copy is scored. So the level of the ``hinge`` loss is lower there (``level_at``),
-and the training ends a multiple of the steps after which the copy has forgotten. Where noise hardly changes answers,
-what the change does under further noise is what it does to the server's model, and only as much is returned as it
-takes.
+A copy without permanent noise answers as the server's model: its scores decide how much of the change is returned. On
+one with, the change is fitted to the noise under which it was found, and forgets less on the server's model than on the
+copy, however the copy is scored. So the level of the ``hinge`` loss is lower there (``level_at``). Where noise hardly
+changes answers, a share of the change that is enough under further noise says how much to return (``SHARE_MARGIN``).
 """
 
 from __future__ import annotations
@@ -73,8 +71,8 @@ UNFELT_SHARE = 0.1
 # copy's own noise, which fresh noise does not remove, so it does as much there as 1.15 to 1.3 times it does to the
 # server's model (docs/stopping.md).
 SHARE_MARGIN = 1.15
-# Times the steps after which a copy has forgotten whose scores are not the model's. On the server's model the records
-# go on being forgotten, and what was lost of the others comes back: on SmolLM2 until about three times
+# Times the steps after which a copy has forgotten. What was lost of others comes back, also of those that the client
+# has no records of and cannot score; where the scores are not the model's, the model goes on forgetting
 # (docs/stopping.md).
 TRAINED_ON = 3
 BEST_WEIGHTS, HISTORY = "mpu-best.safetensors", "mpu-history.json"  # in a checkpoint
@@ -413,8 +411,9 @@ class EarlyStopping(TrainerCallback):
             _set_weights(model, weights, lambda name: torch.lerp(self._initial[name], weights[name], scale))
 
     def _rank(self, scores: StepScores) -> tuple[bool, float]:
-        """Higher is better: first what is forgotten, and then what is kept."""
-        kept = 1.0 if scores.kept is None else min(1.0, scores.kept)
+        """Higher is better: first what is forgotten, and then what is kept, in percent: of equals, the later keeps more
+        of what is not scored."""
+        kept = 1.0 if scores.kept is None else min(1.0, round(scores.kept, 2))
         if self._is_enough(scores):
             return True, kept
         return False, kept - max(0.0, scores.left)
@@ -446,14 +445,13 @@ class EarlyStopping(TrainerCallback):
         return near and left_margin * (1 - goal.min_kept) >= kept_margin * goal.max_left
 
     def _is_done(self) -> bool:
-        """Whether the last evaluation is halfway within the goal, or what is kept no longer rises; on a copy whose
-        scores are not the model's, whether it has been trained for TRAINED_ON times the steps after which it had
-        forgotten."""
+        """Whether the last evaluation is at TRAINED_ON times the steps after which it was enough; on a copy whose
+        scores are the model's, whether it also is halfway within the goal, or what is kept no longer rises."""
         scores = self.history[-1]
         if not self._is_enough(scores):
             return False
-        if not self.is_scaled:
-            first = next(each.step for each in self.history if self._is_enough(each))
+        first = next(each.step for each in self.history if self._is_enough(each))
+        if not self.is_scaled or scores.step < TRAINED_ON * first:
             return scores.step >= TRAINED_ON * first
         if scores.kept is None or scores.kept >= (1 + self._goal.min_kept) / 2:
             return True
