@@ -22,18 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a round costs. ``records``: how many are to be forgotten, None if they are not known, and ``kept`` for each
-    of them in a step; ``steps`` per copy, at most; ``peak``: memory of the client, which has ``room`` for so much."""
+    """The cost of one round."""
 
     disguise: Disguise
     scheme: Scheme
     costs: Cost
-    peak: Memory
+    peak: Memory  # of the client
     work: Work
-    room: float | None
-    records: int | None
-    kept: int
-    steps: int | None
+    room: float | None  # bytes of memory that the client has
+    records: int | None  # number to forget, None if unknown
+    kept: int  # records to keep in a step for each record to forget
+    steps: int | None  # on each copy, at most
     step_seconds: float | None
 
     @property

@@ -22,21 +22,19 @@ SHOWN = 20  # names in a line
 
 @dataclass
 class Round:
-    """What is there of a round, all paths relative to the folder. ``copies``: how many its publication has; ``made``
-    and ``deltas`` by copy; ``verdicts``: of receipts, by file, that this machine signed as the client or the server;
-    ``claims``: of others, with who signed them; ``signed``: who signed one that passes as the server, in words, None if
-    nobody did.
-    """
+    """The files of a round, all paths relative to the folder."""
 
     run: str
     number: int
-    copies: int
-    made: dict[int, Path] = field(default_factory=dict)
-    deltas: dict[int, Path] = field(default_factory=dict)
+    copies: int  # in the publication
+    made: dict[int, Path] = field(default_factory=dict)  # copies, by number
+    deltas: dict[int, Path] = field(default_factory=dict)  # by copy
     model: Path | None = None
+    # Verdicts of receipts, by file: those that this machine signed as the client or the server, and those of others,
+    # with their signers.
     verdicts: dict[str, str] = field(default_factory=dict)
     claims: dict[str, str] = field(default_factory=dict)
-    signed: str | None = None
+    signed: str | None = None  # who signed a receipt that passes as the server, in words; None if nobody did
 
     @property
     def label(self) -> str:

@@ -65,17 +65,15 @@ class Unlearned:
 
 @dataclass(frozen=True)
 class UnlearnPlan:
-    """What ``command`` will do: train each of ``tasks`` in turn on the records, ``data``, with ``options``, by
-    ``stopping_rule`` or, if that is None, for a number of epochs. ``sources``: where its records to forget are from,
-    this request's first, and then those of earlier requests on the same copies."""
+    """The trainings that ``command`` will carry out, one for each of ``tasks`` in turn."""
 
     command: Unlearn
     tasks: Sequence[UnlearningTask]
     data: Dataset
     options: Unlearning
-    stopping_rule: StoppingRule | None
-    sources: Sequence[Source]
-    notes: Path | None = None  # where the ledger and the note of requests are, if not in the user's configuration
+    stopping_rule: StoppingRule | None  # None for a number of epochs
+    sources: Sequence[Source]  # of the records to forget: this request's, then earlier ones' on the same copies
+    notes: Path | None = None  # folder of the ledger and the note of requests, None for the user's configuration
 
     @property
     def warnings(self) -> list[str]:

@@ -102,15 +102,14 @@ def training_memory(weights: int, optimizer: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCost:
-    """Training on one copy: its peak ``memory``, with the largest micro-batch, ``work``; ``kept``: the records to keep
-    in a step; ``usual_rate``: what --lr auto would be, None for optimisers that have none."""
+    """The cost of training on one copy."""
 
     epochs: int
     steps: int
-    kept: int
+    kept: int  # records to keep in a step
     rate: float
-    usual_rate: float | None
-    memory: Memory
+    usual_rate: float | None  # of --lr auto, None for optimisers that have none
+    memory: Memory  # at the peak
     work: Work
 
 
@@ -178,18 +177,15 @@ FACTORS = 4  # bytes of a number in LoRA's factors
 
 @dataclass(frozen=True)
 class Memory:
-    """What is held at the peak of a training step, in bytes. ``activations``: all that the backward pass of the largest
-    micro-batch keeps; ``logits``: those computed at once, or the frozen model's output head; ``fragments``: what the
-    allocator holds and cannot use; ``process``: without data, on a CUDA device its context.
-    """
+    """The memory at the peak of a training step, in bytes."""
 
     weights: float
     gradients: float
     state: float
-    activations: float
-    logits: float
-    fragments: float = 0.0
-    process: float = PROCESS
+    activations: float  # all that is kept for the backward pass of the largest micro-batch
+    logits: float  # as many as are computed at once, or the frozen model's output head
+    fragments: float = 0.0  # blocks that the allocator holds and cannot use
+    process: float = PROCESS  # without data; on a CUDA device, its context
 
     @property
     def total(self) -> float:

@@ -40,19 +40,15 @@ MetricResult = dict[str, Any]  # {"agg_value": …, "value_by_index": {"0": {…
 
 @dataclass(frozen=True)
 class Metric:
-    """``needs``: keys of Findings; ``dependencies``: metrics that stand before it in its table; ``make(findings,
-    forms)`` gives its form; ``goal``: where its value should go, one of UP, DOWN, ZERO, RETAIN.
+    """A metric, computed from findings and from other metrics."""
 
-    ``check`` raises MpuError, before any pass over the model, for a retain log that it cannot be made with; ``says``:
-    what it is, for the page of metrics.
-    """
-
-    needs: tuple[str, ...]
-    make: Callable[[Findings, Mapping[str, MetricResult]], MetricResult]
-    goal: str = UP
-    dependencies: tuple[str, ...] = ()
+    needs: tuple[str, ...]  # keys of Findings
+    make: Callable[[Findings, Mapping[str, MetricResult]], MetricResult]  # from findings and the metrics before it
+    goal: str = UP  # the direction in which its value should go: UP, DOWN, ZERO or RETAIN
+    dependencies: tuple[str, ...] = ()  # metrics, which stand before it in its table
+    # Raises MpuError, before any pass over the model, for a retain log that the metric cannot be made with.
     check: Callable[[], object] = lambda: None
-    says: str = ""
+    says: str = ""  # its definition, for the page of metrics
 
 
 Arguments = ParamSpec("Arguments")

@@ -61,26 +61,22 @@ class Share:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is left of the records to forget and what is kept of the others; None where it cannot be computed.
+    """The shares of the records to forget that are left and of the others that are kept, against their limits.
 
-    ``kept`` is of records that the training did not see, ``kept_trained`` of those that it saw, ``kept_general`` of
-    what has nothing to do with either, and decides nothing. ``max_left`` and ``min_kept`` are the limits that were
-    asked for; ``scores`` are of the sets, by name, for people. Shares are rounded against the model: up what is left,
-    down what is kept. Nothing is decided unless the model reads records as the one before did
-    (``same_reading_context``). ``has_stranger``: whether unseen records or a public model say what a model guesses that
-    never saw the records. ``tail``: how many records stand out, None if nothing says what a stranger knows.
+    Shares are rounded against the model, up for what is left and down for what is kept; None where one cannot be
+    computed.
     """
 
     left: Share | None
-    kept: Share | None
-    kept_trained: Share | None
-    max_left: float
+    kept: Share | None  # of records that the training did not see
+    kept_trained: Share | None  # of records that the training saw
+    max_left: float  # the limits that were asked for
     min_kept: float
-    scores: dict[str, SetScore]
-    same_reading_context: bool = True
-    kept_general: Share | None = None
-    has_stranger: bool = True
-    tail: Tail | None = None
+    scores: dict[str, SetScore]  # of the sets, by name, for people
+    same_reading_context: bool = True  # the model reads records as the one before did; else nothing is decided
+    kept_general: Share | None = None  # of records that have nothing to do with either set; decides nothing
+    has_stranger: bool = True  # unseen records or a public model show the guesses of a model that never saw the records
+    tail: Tail | None = None  # the number of records that stand out, None if a stranger's knowledge is unknown
 
     @property
     def stands_out(self) -> bool:

@@ -42,18 +42,14 @@ class Report:
 
 @dataclass(frozen=True)
 class Preview:
-    """What a command would read and write.
+    """The files that a command would read and write, and the memory that it would take."""
 
-    ``reads`` and ``writes``: paths with their bytes (None: small), and ``folders`` those of the latter that are
-    directories; ``memory``: bytes at its peak; ``scratch``: bytes of files that are there only while it works.
-    """
-
-    reads: Sequence[tuple[object, int | None]]
+    reads: Sequence[tuple[object, int | None]]  # paths with their bytes, None for small files; so are ``writes``
     writes: Sequence[tuple[Path, int | None]]
-    memory: float
+    memory: float  # bytes at the peak
     notes: Sequence[str] = ()
-    scratch: int = 0
-    folders: Collection[Path] = ()
+    scratch: int = 0  # bytes of files that exist only while the command works
+    folders: Collection[Path] = ()  # directories among ``writes``
 
 
 class Command(Options, ABC):

@@ -63,31 +63,23 @@ class Example:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How to tokenize records.
-
-    ``template`` "chat" is the tokenizer's own chat template; "plain" is ``Question: …\\nAnswer: …`` and the
-    end-of-sequence token; None is "chat" if the tokenizer has a template. ``limits`` are the model's; ``date`` is the
-    day that the template prints, if it prints one; ``variables`` are what it sees besides. Records longer than
-    ``truncate_to`` tokens are cut. The names of control tokens in the text of records are text, unless ``controls``.
-
-    What is remarkable of the records is noted with their places: those that were ``truncated``, that are ``long`` for
-    the model, that hold a control token's name (``marked``, by name), for each field of a message that the template
-    does not print, ``omitted``, and for each role that it does not mention, ``unmentioned``.
-    """
+    """A way to tokenize records, and the places of records that are remarkable, noted while they are encoded."""
 
     tokenizer: PreTrainedTokenizerBase
+    # "chat": the tokenizer's own chat template; "plain": Question: …\nAnswer: … and the end-of-sequence token;
+    # None: "chat" if the tokenizer has a template, else "plain".
     template: str | None = None
     system_prompt: str = SYSTEM_PROMPT
-    limits: Limits = Limits()
-    date: str = DATE
-    truncate_to: int | None = None
-    variables: Mapping[str, object] = field(default_factory=dict)
-    controls: bool = False
-    truncated: list[str] = field(default_factory=list)
-    long: list[str] = field(default_factory=list)
-    marked: dict[str, list[str]] = field(default_factory=dict)
-    omitted: dict[str, list[str]] = field(default_factory=dict)
-    unmentioned: dict[str, list[str]] = field(default_factory=dict)
+    limits: Limits = Limits()  # of the model
+    date: str = DATE  # the day that the template prints, if it prints one
+    truncate_to: int | None = None  # tokens, to which longer records are cut
+    variables: Mapping[str, object] = field(default_factory=dict)  # that the template sees besides
+    controls: bool = False  # read the names of control tokens in records as these tokens, not as text
+    truncated: list[str] = field(default_factory=list)  # records longer than ``truncate_to``
+    long: list[str] = field(default_factory=list)  # records longer than ``limits.usual``
+    marked: dict[str, list[str]] = field(default_factory=dict)  # records with a control token's name, by name
+    omitted: dict[str, list[str]] = field(default_factory=dict)  # by message field that the template does not print
+    unmentioned: dict[str, list[str]] = field(default_factory=dict)  # by role that the template does not mention
 
     @cached_property
     def _special_ids(self) -> set[int]:

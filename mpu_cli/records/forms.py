@@ -50,19 +50,14 @@ class ContextTurn(Turn):
 
 @dataclass(frozen=True)
 class Record:
-    """Turns that lead to an answer or, without any turns, a text.
-
-    ``location`` is where the record was read from, for messages; ``alternate`` is an alternative answer (for DPO);
-    ``unit`` is whose record it is, if a field says so; ``answer_fields`` is what the answer's message has besides its
-    content, such as reasoning_content.
-    """
+    """Turns that lead to an answer or, without any turns, a text."""
 
     turns: tuple[Turn, ...]
     answer: str
-    location: str
-    alternate: str | None = None
-    unit: str | None = None
-    answer_fields: Fields = ()
+    location: str  # that the record was read from, for messages
+    alternate: str | None = None  # an alternative answer (for DPO)
+    unit: str | None = None  # the person whose record it is, if a field says so
+    answer_fields: Fields = ()  # of the answer's message besides its content, such as reasoning_content
 
     @property
     def question(self) -> str:

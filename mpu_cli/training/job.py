@@ -282,31 +282,25 @@ def digest_of_training(job: TrainingJob, loaded: LoadedCopy) -> str:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """One training on ``copy``, before anything is loaded.
-
-    ``options`` have the seed of the copy's round; ``target``: the delta to write; ``read_reference``: whether the
-    reference file exists and is read; ``secret``: gives the client's; ``stopping_rule``: None for a number of epochs;
-    ``start``: the earlier change that the training goes on from; ``is_alone``: whether this is the only
-    process: of several, none has the whole model.
-    """
+    """One training on ``copy``, before anything is loaded."""
 
     copy: Model
     manifest: CopyManifest | None
     data: Dataset
-    options: Unlearning
+    options: Unlearning  # with the seed of the copy's round
     objective: Objective
-    target: Path
+    target: Path  # of the delta
     logging: Logging
     reference_file: Path | None
-    read_reference: bool
-    secret: Callable[[], bytes] | None
+    read_reference: bool  # the reference file exists and is read
+    secret: Callable[[], bytes] | None  # returns the client's secret
     ledger: Path | None
     checks: Checks | None
-    stopping_rule: StoppingRule | None
-    start: Continuation | None
+    stopping_rule: StoppingRule | None  # None for a number of epochs
+    start: Continuation | None  # the earlier change from which the training continues
     observer: Observer
     is_main_process: bool
-    is_alone: bool
+    is_alone: bool  # the only process; of several, none has the whole model
 
     @property
     def public(self) -> str | None:
@@ -316,18 +310,15 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class LoadedCopy:
-    """The copy in memory, the change that is trained and where it goes (``output``, None but in the main process).
-
-    ``fingerprint``: of the copy's weights, "" where nothing needs it; ``private``: how DP-SGD trains, None without it.
-    """
+    """The copy in memory, and the change that is trained."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     change: Change
     specs: TensorSpecs
-    output: Path | None
-    fingerprint: str
-    private: Plan | None
+    output: Path | None  # the path that the change is written to, None but in the main process
+    fingerprint: str  # of the copy's weights, "" where nothing needs it
+    private: Plan | None  # of DP-SGD, None without it
 
 
 def prepare_job(

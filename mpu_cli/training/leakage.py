@@ -129,17 +129,13 @@ def _unit(rows: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LeakageReading:
-    """What one rule reads off one tensor.
-
-    ``auc``: AUC of the tokens of records to forget only, or of the records, against those of records to keep
-    (0.5 is chance); ``precision`` and ``recall`` of the tokens that it lists as read. None where a rule makes no such
-    claim.
-    """
+    """The claims of one rule about one tensor, None where it makes no such claim."""
 
     tensor: str
     rule: str
+    # Of the tokens of records to forget only, or of the records, against those of records to keep; 0.5 is chance.
     auc: float | None = None
-    precision: float | None = None
+    precision: float | None = None  # of the tokens that the rule lists as read; so is ``recall``
     recall: float | None = None
     fact: str | None = None
 

@@ -26,7 +26,7 @@ LOSSES_OF, SCHEDULE_OF = "losses_of", "schedule_of"  # lines that add to an earl
 
 @dataclass(frozen=True)
 class RoundSchedule:
-    """What all copies of a round have to share for the noise to cancel, as the first one settled it."""
+    """The schedule that all copies of a round have to share for the noise to cancel, as the first one settled it."""
 
     steps: int
     level: float  # of the hinge loss, in nats per token
@@ -36,36 +36,26 @@ class RoundSchedule:
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One training, or one release of terms (``algorithm`` is then its command).
+    """One training, or one release of terms."""
 
-    ``identity`` is the same for one that was interrupted and resumed; ``weights`` is the fingerprint of what was
-    trained, which its owner cannot choose as it can the names of a copy, ``data`` a digest of the records; ``forget``
-    and ``retain`` are its losses per answer token before; ``reading_context`` is a digest of its tokenizer, template
-    and config, the same for all copies of a round. ``mechanism`` is the bound of a training, ``release`` that of a
-    release; ``public``: the records were public or surrogates, so nothing is spent; ``unit``: the field that names the
-    persons that the bound is for, None if it is for records. ``training``: a digest of everything that decides the
-    training but the copy, equal for the copies of a round; ``round_schedule``: of one that stopped when it was done.
-    ``tags``: of the records, where there is a bound.
-    """
-
-    identity: str
+    identity: str  # the same after an interrupted training was resumed
     run: str
     round: int
     copy: int
-    weights: str
-    algorithm: str
+    weights: str  # fingerprint of what was trained, which its owner cannot choose as it can the names of a copy
+    algorithm: str  # or the command that released terms
     records: int
-    forget: float | None = None
+    forget: float | None = None  # loss per answer token before the training; so is ``retain``
     retain: float | None = None
-    mechanism: Mechanism | None = None
-    data: str = ""
-    reading_context: str = ""
-    release: Release | None = None
-    public: bool = False
-    unit: str | None = None
-    training: str = ""
-    round_schedule: RoundSchedule | None = None
-    tags: tuple[str, ...] = ()
+    mechanism: Mechanism | None = None  # the bound of a training
+    data: str = ""  # digest of the records
+    reading_context: str = ""  # digest of tokenizer, template and config, the same for all copies of a round
+    release: Release | None = None  # the bound of a release
+    public: bool = False  # the records were public or surrogates, so nothing is spent
+    unit: str | None = None  # the field that names the persons that the bound is for, None if it is for records
+    training: str = ""  # digest of everything that decides the training but the copy, equal for the copies of a round
+    round_schedule: RoundSchedule | None = None  # of a training that stopped when it was done
+    tags: tuple[str, ...] = ()  # of the records, where there is a bound
 
     def may_bound(self, tags: Collection[str]) -> bool:
         """Whether it has a bound that was for one of the records with these ``tags``; without tags of its own, it may

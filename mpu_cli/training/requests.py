@@ -57,24 +57,19 @@ def _digest(records: Sequence[Record]) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """A training on a copy that stopped when it was done.
-
-    ``copy_path`` is where the copy was, ``weights`` its fingerprint; ``delta`` where the change is that was returned,
-    ``change`` its fingerprint, ``scale`` the share of what was trained; ``sources`` are all records to forget that are
-    in it, this request's first; ``options``: how records were read and judged, as far as that is not the default.
-    """
+    """A training on a copy that stopped when it was done."""
 
     run: str
     round: int
     copy: int
     copy_id: str
     copy_path: str
-    weights: str
-    delta: str
-    change: str
-    scale: float
-    sources: list[Source]
-    options: dict[str, Any]
+    weights: str  # the copy's fingerprint
+    delta: str  # the path of the change that was returned
+    change: str  # fingerprint of that change
+    scale: float  # the share of the trained change that was returned
+    sources: list[Source]  # of all records to forget that are in the change, this request's first
+    options: dict[str, Any]  # for reading and judging records, as far as they are not the defaults
 
     def is_on(self, copy: str, manifest: CopyManifest | None) -> bool:
         """Whether it was on ``copy``, which has this ``manifest`` or is sealed."""
