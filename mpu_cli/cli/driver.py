@@ -21,7 +21,7 @@ HELP_ALL = "--help-all"
 
 
 def typer_command(command: type[Command], *, with_options: bool = True) -> Callable[..., None]:
-    """What typer makes a command of: its parameters are the options of ``command``, its docstring is its help."""
+    """The function for a typer command: its parameters are the options of ``command``, its docstring is its help."""
     declarations = declared_options(cast(Any, command)) if with_options else {}
     folds = folds_of(declarations)
     parameters = [_parameter(each) for each in declarations.values() if not each.fold]

@@ -201,9 +201,8 @@ REPEATED = ("--forget", "--retain", "--unseen")  # records, of which several sou
 
 
 def join_repeated_options(arguments: list[str]) -> list[str]:
-    """``arguments`` in which records and options of several parts that are given several times are one option's, as
-    lines and with AGAIN between them: of other options the last one counts, but records that were named and not read
-    would be missed by nobody."""
+    """``arguments`` with repeated options joined into one: records as lines, options of several parts with AGAIN
+    between them. Of other options the last one counts, but nobody would notice records that were named and not read."""
     command = next((COMMANDS[each] for each in arguments if each in COMMANDS), None)
     repeated = {*REPEATED, *(fold.flag for fold in folds_of(declared_options(command) if command else {}))}
     end = arguments.index("--") if "--" in arguments else len(arguments)

@@ -161,7 +161,7 @@ class Plan(Command):
         return Report(lines, document)
 
     def _time(self, estimate: Estimate) -> str:
-        """How long the client trains on each copy: in steps, and with a step's time if it was measured."""
+        """The length of the client's training on each copy: in steps, and with a step's time if it was measured."""
         size = min(self.training.batch_size, estimate.records or 0)
         most = "" if self.epochs else " at most"
         text = f"as long as {counted(estimate.steps or 0, 'step')}{most} of {counted(size, 'record')} to forget"
@@ -173,7 +173,7 @@ class Plan(Command):
 
 
 def _noise_lines(scheme: Scheme, disguise: Disguise) -> Iterator[str]:
-    """What the noise leaves in the update."""
+    """The remainder of the noise in the update."""
     if disguise.kappa:
         factors = ", ".join(f"{factor:g}" for factor in scheme.factors)
         yield (

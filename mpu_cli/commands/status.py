@@ -1,4 +1,4 @@
-"""``mpu status``: what a folder in which somebody works has of a request, and whose turn it is."""
+"""``mpu status``: what a working folder has of a request, and whose turn it is."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Round:
 
 @dataclass
 class Account:
-    """What is in a folder: rounds in their order, and what belongs to none. ``other``: names, by what they are."""
+    """The contents of a folder: rounds in their order, and ``other`` files, which belong to none: names by kind."""
 
     folder: Path
     rounds: list[Round]
@@ -95,7 +95,7 @@ class Account:
             yield f"request {run}", text
 
     def next_steps(self) -> list[tuple[str, str]]:
-        """For each run, whose turn it is, and the command or what else there is to do."""
+        """The party whose turn it is, for each run, and the command or what else there is to do."""
         runs: dict[str, list[Round]] = {}
         for each in self.rounds:
             runs.setdefault(each.run, []).append(each)
@@ -283,7 +283,7 @@ def _add_receipts(folder: Path, folders: list[Path], rounds: Mapping[tuple[str, 
 
 
 def _keys_here() -> dict[str, str | None]:
-    """The public keys with which this machine signs, by party; None as one that it never was."""
+    """The public keys with which this machine signs, by party; None for a party that it never was."""
     from mpu_cli.measuring.receipt import public_key_of
     from mpu_cli.protocol import publication
     from mpu_cli.training import ledger
@@ -296,12 +296,12 @@ def _keys_here() -> dict[str, str | None]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Of the first entries of a folder those that are not hidden, nor links, which could lead anywhere."""
+    """The first entries of a folder, without hidden ones and links, which could lead anywhere."""
     return [path for path in visible(islice(folder.iterdir(), MAX_ENTRIES)) if not path.is_symlink()]
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    """Folders two levels down, which are no models."""
+    """Folders two levels down that are not models."""
 
     def inside(outer: Path) -> list[Path]:
         folders = [path for path in _entries(outer) if path.is_dir()]

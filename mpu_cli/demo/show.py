@@ -161,7 +161,7 @@ LABELS = {"forget": "To be forgotten", "retain": "To be kept"}
 
 @dataclass(frozen=True)
 class Scenario:
-    """Who is known and who is to be forgotten, how the model learns, and what is measured."""
+    """The people to know and to forget, the model's training, and the metrics."""
 
     people: int
     forgotten: int

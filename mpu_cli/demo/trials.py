@@ -126,7 +126,7 @@ def facts(device: torch.device) -> dict[str, str]:
 
 
 def _room(device: torch.device) -> str:
-    """How many weights a model may have whose weights, gradients and optimiser fill half of the memory; the rest is for
+    """The number of weights of a model whose weights, gradients and optimiser fill half of the memory; the rest is for
     activations."""
     memory = _memory(device)
     full, low_rank = memory / 2 / (8 + OPTIMIZERS["adamw"].state_bytes), memory / 2 / 2

@@ -1,4 +1,4 @@
-"""What a round will cost, before anyone starts it: bytes, memory and steps."""
+"""The cost of a round, before anyone starts it: bytes, memory and steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from mpu_cli.training.unlearn import unlearn
 
 @dataclass(frozen=True)
 class Cost:
-    """What passes between the parties in one round, in bytes: ``published``, of all copies of a model with so many
+    """The traffic between the parties in one round, in bytes: ``published``, of all copies of a model with so many
     ``weights``, and ``returned``, of their deltas; ``server_memory``, whatever the model's size."""
 
     weights: int
@@ -87,7 +87,7 @@ class _Clock(Observer):
 
 
 def seconds_of_step(copy: Model, data: Dataset, options: Unlearning) -> float:
-    """How long a training step takes here: the second, as the first makes the optimiser's state. Nothing is kept."""
+    """The duration of a training step here, the second, as the first makes the optimiser's state. Nothing is kept."""
     size, clock = options.training.batch_size, _Clock()
     data = replace(data, forget=data.forget[:size])
     with private_scratch() as folder:
@@ -116,7 +116,7 @@ class TrainingCost:
 def training_cost(
     copy: Model, data: Dataset, options: Unlearning, stopping_rule: StoppingRule | None = None
 ) -> TrainingCost:
-    """What ``unlearn`` takes; ``stopping_rule``: when it stops, which is counted as late as it may.
+    """The cost of ``unlearn``; with a ``stopping_rule``, of the most steps that it allows.
 
     Raises MpuError if the model has no tokenizer or a record cannot be read, UsageError for options that do not go
     together.
@@ -202,7 +202,7 @@ class Work:
 
 
 def rows_at_once(options: Unlearning, objective: Objective, records: int | None = None) -> int:
-    """How many records go through the model together, of so many ``records`` to forget (None: enough for a step)."""
+    """The number of records that go through the model together, of so many ``records`` to forget (None: a step's)."""
     training = options.training
     terms = ["forget", "retain"] if objective.constants.alpha else ["forget"]
     of_forget = training.batch_size if records is None else min(training.batch_size, records)

@@ -55,7 +55,7 @@ def before_key(count: int) -> str:
 
 
 def harness_key(tasks: Sequence[str]) -> str:
-    """Key of what tasks of the harness gave."""
+    """Key of the results of the harness's tasks."""
     return f"lm_eval:{','.join(tasks)}"
 
 

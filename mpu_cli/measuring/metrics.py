@@ -463,7 +463,7 @@ RECOVERED = {
 
 
 def attack_key(name: str) -> str:
-    """Key of what an attack of ``relearning`` found."""
+    """Key of the findings of an attack of ``relearning``."""
     return f"attack:{name}"
 
 
@@ -491,9 +491,9 @@ def _recovered_probabilities(losses: Sequence[float]) -> MetricResult:
 
 
 def recovery_metrics(attack: str, *, retain: bool, any_script: bool) -> dict[str, Metric]:
-    """What an attack brings back of the forget set: probabilities of the true answers, or ROUGE of sampled ones, each
-    with the 95 % interval of its mean. ``retain``: whether there are records to keep, which one attack uses;
-    ``any_script``: whether ROUGE of answers in any script is measured, too."""
+    """The metrics of what an attack brings back of the forget set: probabilities of the true answers, or ROUGE of
+    sampled ones, each with the 95 % interval of its mean. ``retain``: whether there are records to keep, which one
+    attack uses; ``any_script``: whether ROUGE of answers in any script is measured, too."""
     key = attack_key(attack)
 
     def metric_of(make: Callable[[Any], MetricResult]) -> Metric:

@@ -72,7 +72,7 @@ class Signature(Document, forbid_unknown_fields=True):
 
 
 class CopyFacts(Document, forbid_unknown_fields=True):
-    """Which copy was measured: its names, as its manifest says, and digests of its weights and of its tokenizer,
+    """The copy that was measured: its names, as its manifest says, and digests of its weights and of its tokenizer,
     template and config, by which records are read."""
 
     run: RunName
@@ -84,9 +84,9 @@ class CopyFacts(Document, forbid_unknown_fields=True):
 
 
 class ServerCheck(Document, forbid_unknown_fields=True):
-    """What a server says with its signature: that on this ``date`` the names, the weights and the reading context of
-    the copy that was measured were those of the copy that it sent, if ``before`` also those of the one that it was
-    compared with, and, unless ``model`` is None, that its keys make this copy of the model with that fingerprint."""
+    """The statement that a server signs: that on this ``date`` the names, the weights and the reading context of the
+    copy that was measured were those of the copy that it sent, if ``before`` also those of the one that it was compared
+    with, and, unless ``model`` is None, that its keys make this copy of the model with that fingerprint."""
 
     date: Date
     model: Fingerprint | None
@@ -223,7 +223,7 @@ def verdict_of(receipt: Receipt) -> Verdict:
 
 
 def contradiction_in(receipt: Receipt) -> str | None:
-    """What of a receipt cannot be so, for people; None if nothing is."""
+    """The contradiction in a receipt, for people; None if there is none."""
     measured = (receipt.left, receipt.left_high, receipt.kept)
     if receipt.before is None and any(number is not None for number in measured):
         return "it has shares of what was known before, and no copy from before"
@@ -314,7 +314,7 @@ def check_signatures(receipt: Receipt, path: Path) -> dict[str, str]:
 
 
 def _message(receipt: Receipt, party: str) -> bytes:
-    """What a party signs: all entries before its own signature, as JSON with sorted names."""
+    """The message that a party signs: all entries before its own signature, as JSON with sorted names."""
     entries = as_entries(receipt)
     for later in ("client", "checked", "server") if party == "client" else ("server",):
         entries.pop(later)

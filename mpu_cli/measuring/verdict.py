@@ -28,7 +28,7 @@ INTERVAL_FACTOR = 2.0
 
 @dataclass(frozen=True)
 class RecordScores:
-    """Of a set of records under one model: the probability of each answer (geometric mean over its tokens), and whether
+    """A set of records under one model: the probability of each answer (geometric mean over its tokens), and whether
     each of its tokens is the model's likeliest, so that greedy decoding gives it word for word. Records with one number
     in ``clusters`` are drawn together, such as turns of a dialogue; None if each is one of its own."""
 
@@ -156,7 +156,8 @@ class Verdict:
 
     @property
     def request(self) -> str | None:
-        """Who does what next; None if nothing is to be done. Never less of an update that forgot too little."""
+        """The next step and the party that takes it; None if nothing is to be done. Never less of an update that forgot
+        too little."""
         again = "unlearn again on this copy and return its delta: `mpu unlearn` as before, on the copy that you checked"
         if self.step is not None:
             return (
@@ -178,7 +179,7 @@ class Verdict:
 
     @property
     def step(self) -> float | None:
-        """How many times the step that the server took would probably pass; None if no other step is to be tried.
+        """The multiple of the server's step that would probably pass; None if no other step is to be tried.
 
         Along one update the logarithm of what is left falls about as the square of the step, or faster
         (``python -m tests.benchmarks.outcome`` prints both). What is lost of the rest grows at least in proportion.
@@ -232,8 +233,8 @@ def records_that_stand_out(
     after: dict[str, RecordScores], before: dict[str, RecordScores], public: dict[str, RecordScores] | None,
     max_left: float,
 ) -> list[int]:  # fmt: skip
-    """The numbers of the records to forget that a stranger hardly knows so well; none if nothing says what one knows.
-    For the client alone."""
+    """The numbers of the records to forget that stand out from a stranger's knowledge; none if that is unknown. For the
+    client alone."""
     earlier = _probabilities(before) if "forget" in before else None
     return records_above(_probabilities(after), earlier, _probabilities(public) if public else None, max_left) or []
 

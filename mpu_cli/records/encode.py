@@ -41,8 +41,8 @@ MASK = "\ue000"  # a character for private use, in place of each of a control to
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model can read: at most ``longest`` tokens, ``usual`` of which it was made for, numbered below
-    ``vocabulary``; None where there is no limit, or none is known."""
+    """The limits of what a model can read: at most ``longest`` tokens, ``usual`` of which it was made for, numbered
+    below ``vocabulary``; None where there is no limit, or none is known."""
 
     longest: int | None = None
     usual: int | None = None
@@ -117,7 +117,8 @@ class Encoding:
         return [self._within_limits(*each) for each in zip(records, outcomes, strict=True)]
 
     def _within_limits(self, record: Record, outcome: list[Example] | MpuError) -> list[Example] | MpuError:
-        """``outcome``, or that it has tokens which the model lacks; a record that is long for the model is noted."""
+        """``outcome``, or an error if it has tokens that the model lacks; a record that is long for the model is
+        noted."""
         if isinstance(outcome, MpuError):
             return outcome
         usual, vocabulary = self.limits.usual, self.limits.vocabulary
@@ -131,8 +132,8 @@ class Encoding:
         )
 
     def remarks(self, total: int) -> list[str]:
-        """What of the records encoded so far was not read, or not as it may seem, a sentence each; ``total``: how many
-        there were."""
+        """Remarks on the ``total`` records encoded so far, a sentence each: on parts that were not read, or not as it
+        may seem."""
         remarks = []
         if self.long:
             remarks.append(
@@ -440,8 +441,8 @@ def _with_arguments_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hint(record: Record, problem: object) -> str | None:
-    """What to do about a dialogue that a template rejected, if the template's date or the dialogue's roles tell; None
-    where the template's own words name the system's, which every record may have."""
+    """A hint about a dialogue that a template rejected, if the template's date or the dialogue's roles tell; None where
+    the template's own words name the system's, which every record may have."""
     if forms.COMPUTED_DATE in str(problem):
         return "--reading date cannot fix its date: use --reading template=plain, or write the format into strftime_now"
     if "system" in str(problem).lower():
@@ -455,7 +456,7 @@ def _hint(record: Record, problem: object) -> str | None:
 
 
 def no_template() -> MpuError:
-    """What to raise for a chat template that is asked for and not there."""
+    """The error for a chat template that is asked for and not there."""
     return MpuError(
         "the model's tokenizer has no chat template", "use --reading template=plain, or add a chat_template.jinja"
     )

@@ -67,18 +67,18 @@ class Record:
 
     @property
     def identity(self) -> str:
-        """What makes two records equal to the letter, wherever they were read: the dialogue and its answer."""
+        """The dialogue and its answer as text, the same for records equal to the letter, wherever they were read."""
         return json.dumps([self.turns, self.answer, self.answer_fields], sort_keys=True)
 
     @property
     def key(self) -> str:
-        """What makes two records the same: they read alike but for case, white space and the form of characters, which
-        templates and tokenizers may take away."""
+        """The text that is the same for records that count as one: they read alike but for case, white space and the
+        form of characters, which templates and tokenizers may take away."""
         return _folded([self.turns, self.answer, self.answer_fields])
 
     @property
     def protected_as(self) -> str:
-        """What a privacy bound protects as one: whose record it is, if a field says so, else the same record."""
+        """The unit that a privacy bound protects: a person, if a field says whose record it is, else the record."""
         return f"record {self.key}" if self.unit is None else f"unit {self.unit}"
 
     @property
@@ -104,7 +104,7 @@ def digest_of_record(record: Record) -> str:
 
 
 def distinct(records: Sequence[Record]) -> list[Record]:
-    """Each record once, as it stands first."""
+    """Each record once, where it stands first."""
     by_key: dict[str, Record] = {}
     for record in records:
         by_key.setdefault(record.key, record)
@@ -146,8 +146,8 @@ def _folded(value: object) -> str:
 
 
 def remarks_on_units(records: Sequence[Record], unit: str | None) -> list[str]:
-    """Whom a privacy bound does not protect as one, a sentence each; ``unit``: the field that names whose records they
-    are, if there is one."""
+    """Remarks on persons whom a privacy bound does not protect as one, a sentence each; ``unit``: the field that names
+    whose records they are, if there is one."""
     if unit is not None:
         return []
     units = {record.protected_as for record in records}
@@ -285,7 +285,7 @@ LONGEST_NAME = 40  # characters of a column's name; longer ones are records of a
 
 
 def columns_hint(row: Mapping[str, object], missing: str | None = None) -> str | None:
-    """How to name a question and its answer in a row of other fields, as far as their names tell; None if they do not.
+    """A hint that names a question and its answer in a row of other fields, as far as their names tell, else None.
 
     ``missing`` is a field that has no text: nothing is suggested if the row has it, in another type.
     """
@@ -459,7 +459,7 @@ def is_context_only(message: Mapping[str, Any], location: str) -> bool:
 
 
 def unread_marks(row: object) -> set[str]:
-    """What a row's messages say of being trained on that no command reads: of others' messages, and of parts of one."""
+    """The marks of a row's messages about training that no command reads: on others' messages, and on parts of one."""
     unread = set()
     for message in _messages(row):
         role = role_of(message)
@@ -472,7 +472,7 @@ def unread_marks(row: object) -> set[str]:
 
 
 def context_only_answers(row: object) -> int:
-    """How many of a row's answers are marked as not to be trained on."""
+    """The number of a row's answers that are marked as not to be trained on."""
     return sum(is_context_only(message, "") for message in _messages(row) if role_of(message))
 
 
@@ -526,7 +526,7 @@ def parse_record(row: object, location: str) -> Record:
 
 
 def _role_name(message: object) -> str | None:
-    """What a message calls its role, under "role" or, in ShareGPT's form, "from"; None if it names none."""
+    """The role of a message in its own words, under "role" or, in ShareGPT's form, "from"; None if it names none."""
     if not isinstance(message, dict):
         return None
     name = message.get("role") if message.get("role") is not None else message.get("from")

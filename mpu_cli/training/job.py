@@ -223,7 +223,7 @@ def check_finite(model: PreTrainedModel, copy: Model) -> None:
 
 
 def without_numbers(copy: Model) -> MpuError:
-    """What to say of a copy whose losses on the client's records are not finite."""
+    """The error for a copy whose losses on the client's records are not finite."""
     problem = f"{copy.source}: gives no probabilities on your records, only NaN or Inf"
     return MpuError(problem, "ask its owner for a copy that computes")
 
@@ -247,7 +247,7 @@ def decisive_options(options: Unlearning) -> dict[str, object]:
 
 
 def entry_of(job: TrainingJob, loaded: LoadedCopy) -> LedgerEntry:
-    """What the ledger keeps of a training."""
+    """The ledger's entry of a training."""
     reading_context, records = job.copy.reading_context, records_digest(job.data)
     options, weights = job.options, loaded.fingerprint
     training = _digest(
@@ -401,13 +401,13 @@ def load_copy(job: TrainingJob, transaction: Transaction) -> LoadedCopy:
 
 
 def plan_privately(data: Dataset, options: Unlearning, objective: Objective) -> Plan:
-    """How often DP-SGD reads each record or person, and its noise."""
+    """The rates at which DP-SGD reads records or persons, and its noise."""
     units = {name: [record.protected_as for record in records] for name, records in sets_of(data, objective).items()}
     return plan(units, options.training, options.privacy, epochs=epochs_of(options))
 
 
 def misfits(manifest: CopyManifest | None, options: Unlearning) -> list[str]:
-    """What of ``options`` does not suit the copy, a sentence each."""
+    """The ``options`` that do not suit the copy, a sentence each."""
     if not (manifest and manifest.symmetries in ROTATED and OPTIMIZERS[options.training.optim].elementwise):
         return []
     return [

@@ -1,4 +1,4 @@
-"""The client's own record of all that it made of its records, and what that spends together of their privacy.
+"""The client's own list of all that it made of its records, and of the privacy that this spends together.
 
     CONFIG/mpu/ledger.jsonl    a line for each training on a copy and each release of terms, mode 0600
 
@@ -63,7 +63,7 @@ class LedgerEntry:
         return bool(self.mechanism or self.release) and (not self.tags or not set(self.tags).isdisjoint(tags))
 
     def spendings(self, unit: str | None) -> list[Spending]:
-        """What it spends of the privacy of each ``unit``, a field that names persons or None for a record: nothing, one
+        """The privacy that it spends of each ``unit``, a field that names persons or None for a record: nothing, one
         bound, or None in place of a bound. Protecting persons protects their records, and not the other way round."""
         if self.public:
             return []
@@ -81,7 +81,7 @@ class _Losses(Document):
 
 
 class _Course(Document):
-    """A later line, with how long the training ``schedule_of``, an identity, took."""
+    """A later line, with the schedule that the training ``schedule_of``, an identity, took."""
 
     schedule_of: str
     round_schedule: RoundSchedule
@@ -128,13 +128,13 @@ def read_ledger(path: Path) -> list[LedgerEntry]:
 
 
 def write_losses(path: Path, identity: str, forget: float, retain: float | None) -> None:
-    """Add the losses before a training, once they are known, to what the ledger says of it."""
+    """Add the losses before a training, once they are known, to its entry in the ledger."""
     with alone_with_private(path):
         append_line(path, {LOSSES_OF: identity, "forget": forget, "retain": retain})
 
 
 def write_round_schedule(path: Path, identity: str, round_schedule: RoundSchedule) -> None:
-    """Add to what the ledger says of a training the schedule that it took: the other copies of its round follow it."""
+    """Add the schedule that a training took to its entry in the ledger: the other copies of its round follow it."""
     with alone_with_private(path):
         append_line(path, {SCHEDULE_OF: identity, "round_schedule": asdict(round_schedule)})
 
@@ -199,7 +199,7 @@ def epsilon_of(
 
 
 def summary(entries: Sequence[LedgerEntry]) -> Mapping[str, object]:
-    """What a ledger holds, for people."""
+    """The contents of a ledger, for people."""
     trainings = [each for each in entries if each.release is None]
     private = sum(each.mechanism is not None for each in trainings)
     public = sum(each.public for each in trainings)

@@ -140,8 +140,8 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def locate_answers(labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Where tokens are predicted from, by labels (examples, length): ``rows`` and ``columns`` of the positions before
-    them, and the tokens, ``targets``, all (tokens,), example by example."""
+    """The places that tokens are predicted from, by labels (examples, length): ``rows`` and ``columns`` of the
+    positions before them, and the tokens, ``targets``, all (tokens,), example by example."""
     labelled = labels[:, 1:] != IGNORED
     rows, columns = labelled.nonzero(as_tuple=True)
     return {"rows": rows, "columns": columns, "targets": labels[:, 1:][labelled]}
@@ -390,7 +390,7 @@ CUSTOM_CONSTANTS = ("beta", "beta1", "beta2", "simnpo_delta", "level", "coeffici
 
 @dataclass(frozen=True)
 class Objective:
-    """What training lowers: γ·forget + α·retain, with the terms and the constants of one algorithm."""
+    """The objective that training lowers: γ·forget + α·retain, with the terms and the constants of one algorithm."""
 
     algorithm: Algorithm
     constants: Constants
@@ -403,7 +403,7 @@ class Objective:
 
     @property
     def retain_outputs(self) -> str | None:
-        """What the retain term needs of the frozen copy."""
+        """The outputs of the frozen copy that the retain term needs."""
         return RETAIN[self.retain_loss].reference_outputs
 
     def reads_layer(self, term: str) -> bool:
@@ -420,7 +420,7 @@ class Objective:
         return [group for group in (up_to_layer, whole) if group]
 
     def records(self, terms: Collection[str]) -> int:
-        """How many records ``terms`` read for each record to forget."""
+        """The number of records that ``terms`` read for each record to forget."""
         return sum(self.algorithm.retain_per_forget if term == "retain" else 1 for term in terms)
 
 

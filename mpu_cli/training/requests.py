@@ -1,5 +1,5 @@
-"""The client's note of its requests: which records it unlearned on which copy, how they are read, and where the delta
-is.
+"""The client's note of its requests: the records that it unlearned on each copy, how to read them, and the path of the
+delta.
 
     CONFIG/mpu/requests.jsonl    a line for each delta, mode 0600
 
@@ -34,8 +34,8 @@ SOURCES = ("retain", "unseen", "public")  # options that name files; all other t
 
 @dataclass(frozen=True)
 class Source:
-    """Records to forget: what ``--forget`` named, the options by which it is read, as far as they are not the defaults,
-    and a digest of what was read."""
+    """Records to forget: the files that ``--forget`` named, the options by which they are read, as far as they are not
+    the defaults, and a digest of the records."""
 
     forget: str
     reading: dict[str, Any]
@@ -112,7 +112,7 @@ def write_request(path: Path, request: Request) -> None:
 
 
 def options_to_note(unlearning: Unlearning, goal: Goal, checks: Checks) -> dict[str, Any]:
-    """What a later check needs, as far as it is not the default, with paths from the root."""
+    """The options that a later check needs, as far as they are not the defaults, with paths from the root."""
     names = {*SOURCES, "max_left", "min_kept", "held_out", *declared_options(RecordFormat), *declared_options(Prompts)}
     declarations = declared_options(Unlearning) | declared_options(Goal) | declared_options(Checks)
     values = flat(unlearning) | flat(goal) | flat(checks)
@@ -125,7 +125,7 @@ def options_to_note(unlearning: Unlearning, goal: Goal, checks: Checks) -> dict[
 
 
 def source_of(unlearning: Unlearning, forget: Sequence[Record]) -> Source:
-    """Where the records to ``forget`` of a request are from."""
+    """The source of the records to ``forget`` of a request."""
     reading = unlearning.records.reading
     declarations = declared_options(RecordFormat)
     differing = {
@@ -165,7 +165,7 @@ def latest_on(
 
 @dataclass(frozen=True)
 class Earlier:
-    """What earlier requests bring into a training on the same copies."""
+    """The records and the change that earlier requests bring into a training on the same copies."""
 
     records: list[Record]
     sources: list[Source]  # of these records
@@ -177,8 +177,8 @@ def earlier_requests(
     latest: Mapping[str, Request], copies: Sequence[str], forget: Sequence[Record], *, with_change: bool,
     observer: Observer,
 ) -> Earlier | None:  # fmt: skip
-    """What the ``latest`` request on each of ``copies`` adds to the records to ``forget``; None if that is nothing.
-    ``with_change``: whether a training can continue from the earlier change.
+    """The additions of the ``latest`` request on each of ``copies`` to the records to ``forget``; None if there are
+    none. ``with_change``: whether a training can continue from the earlier change.
 
     Raises UsageError if the copies have not had the same requests: they would not be trained identically, and one
     server's copy on the records of requests to another.

@@ -1,4 +1,4 @@
-"""What a benchmark is: its splits of records, how they prompt the model, and its table of metrics."""
+"""A benchmark: its splits of records, their prompts for the model, and its table of metrics."""
 
 from __future__ import annotations
 
@@ -140,8 +140,8 @@ def forget_quality(benchmark: str, forget: Split, retain: RetainLog) -> Metric:
 def forgetting(
     memorised: str, benchmark: str, splits: Mapping[str, Split], retain: RetainLog | None
 ) -> dict[str, Metric]:
-    """How much of the split ``memorised`` is known by heart and, if there is a split of unseen records, whether
-    membership of the forget set shows."""
+    """The metrics of how much of the split ``memorised`` is known by heart and, if there is a split of unseen records,
+    whether membership of the forget set shows."""
 
     def retain_auc() -> float:
         if retain is None:
