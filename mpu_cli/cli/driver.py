@@ -16,7 +16,7 @@ from mpu_cli.options.command import Command, Preview
 from mpu_cli.options.declare import AGAIN, Declaration, Fold, declared_options, folds_of, from_flat, unfold
 from mpu_cli.wording import in_bytes
 
-ALWAYS = ("--dry-run", "--force", "--json", "--help")  # which help shows of every command
+ALWAYS = ("--dry-run", "--force", "--json", "--help")  # options that help shows for every command
 HELP_ALL = "--help-all"
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LINE_EVERY = 10.0  # seconds between lines of progress where there is no bar
 PROFILE = "MPU_PROFILE"  # variable: at the end, the seconds that each stage took
 QUIET_VARIABLE = "MPU_QUIET"  # variable: warnings and errors only, also in the processes that this one starts
-_results: TextIO | None = None  # where results go while libraries print elsewhere
+_results: TextIO | None = None  # the stream of results while libraries print elsewhere
 
 
 @contextmanager

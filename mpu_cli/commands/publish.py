@@ -265,7 +265,7 @@ def command_to_publish(model: Path, keys: Keys) -> str:
     publication = keys.publication
     scheme, calibration = publication.scheme, publication.calibration
     command: list[str | Path] = ["mpu", "publish", model]
-    usual = Disguise(mark=0.0)  # what stands where nothing is said
+    usual = Disguise(mark=0.0)  # the values where none are given
     if keys.reference is not None:
         command += ["--public", keys.reference]
         chosen = Disguise(copies=keys.copies).with_scale(with_pretrained=True)

@@ -104,7 +104,7 @@ class Receipt(Command):
                     f"{self.file}: somebody else signed it as the server", "get the one that only the client signed"
                 )
             document = self._countersigned(document, self.keys, observer)
-            write_atomically(self.file.resolve(), as_text(document))  # what a link leads to
+            write_atomically(self.file.resolve(), as_text(document))  # the target of a link
             copy, receipt = document.copy, str(self.file.absolute())
             write_update(CheckedUpdate(copy.run, copy.round, document.verdict, receipt), observer)
             public_keys = check_signatures(document, self.file)

@@ -34,7 +34,7 @@ class Round:
     # with their signers.
     verdicts: dict[str, str] = field(default_factory=dict)
     claims: dict[str, str] = field(default_factory=dict)
-    signed: str | None = None  # who signed a receipt that passes as the server, in words; None if nobody did
+    signed: str | None = None  # the server that signed a passing receipt, in words; None if there is none
 
     @property
     def label(self) -> str:

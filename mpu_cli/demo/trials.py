@@ -100,7 +100,7 @@ def _make_model(folder: Path) -> dict[str, Any]:
     return sets
 
 
-# What this machine offers: versions, devices, attention backends, packages that some options need.
+# The facts about this machine: versions, devices, attention backends, packages that some options need.
 
 NEEDED = ("torch", "transformers", "accelerate", "peft", "safetensors", "tokenizers", "datasets", "numpy", "scipy",
           "pyrage", "typer", "rich")  # fmt: skip

@@ -364,7 +364,7 @@ def answers_before_and_after(
     ]
 
 
-# What is read off the scores of one answer: all that metrics need, small enough to keep.
+# The reading of one answer's scores: all that metrics need, small enough to keep.
 
 LEAST_VARIANCE = 1e-6
 LOWEST = 0.4  # fraction of tokens that min-k uses

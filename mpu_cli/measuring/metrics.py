@@ -27,7 +27,7 @@ from mpu_cli.measuring.scoring import ADVICE, logits_of, passes_at_once, weights
 from mpu_cli.model.device import memory_in_mind
 from mpu_cli.plugins import load_plugin, reporting_errors
 
-# Where a metric should go; RETAIN is near the value of a model that never saw the forget set, for attacks.
+# The direction of improvement; RETAIN is near the value of a model that never saw the forget set, for attacks.
 UP, DOWN, ZERO, RETAIN = "up", "down", "zero", "retain"
 EPSILON = 1e-10  # OpenUnlearning's guard against division by zero
 CHANCE = 0.5  # AUC of random guessing

@@ -94,37 +94,30 @@ class ServerCheck(Document, forbid_unknown_fields=True):
 
 
 class Receipt(Document, forbid_unknown_fields=True):
-    """The entries of a receipt.
-
-    ``before``: the copy that was trained on, if it was measured; ``public``: the model whose probabilities say what a
-    stranger knows, if there was one. ``sets``: of which records the copy was asked, besides general ones, which decide
-    nothing. ``records_at_most``: the number of records to forget, up to a power of two. ``left``, the end of its
-    interval ``left_high``, and ``kept`` are in percent, as are ``max_left`` and ``min_kept``, the limits of the
-    verdict. ``stands_out``: whether more records are known better than chance and the limit allow, None if nothing said
-    what a stranger knows. ``records``: the commitment to the records to forget, to keep and unseen, under a key derived
-    with ``nonce``. ``checked`` is there if the server signed.
-    """
+    """The entries of a receipt; shares and their limits are in percent."""
 
     format: Word
     version: Count
     mpu: Word
     date: Date
     copy: CopyFacts
-    before: CopyFacts | None
-    public: Fingerprint | None
+    before: CopyFacts | None  # of the copy that was trained on, if it was measured
+    public: Fingerprint | None  # of the model whose probabilities stand for a stranger's, if there was one
+    # The sets of which the copy was asked, besides general records, which decide nothing.
     sets: Annotated[tuple[MeasuredSet, ...], Meta(max_length=4)]
-    records_at_most: Count
+    records_at_most: Count  # the number of records to forget, up to a power of two
     left: Percent | None
-    left_high: Percent | None
+    left_high: Percent | None  # the end of the interval of ``left``
     kept: Percent | None
-    stands_out: bool | None
-    max_left: Limit
+    stands_out: bool | None  # more than chance and the limit allow; None if a stranger's knowledge is unknown
+    max_left: Limit  # the limits of the verdict
     min_kept: Limit
     verdict: Text
+    # The commitment to the records to forget, to keep and unseen, under a key derived with ``nonce``.
     records: Hexadecimal32
     nonce: Hexadecimal32
     client: Signature | None = None
-    checked: ServerCheck | None = None
+    checked: ServerCheck | None = None  # present if the server signed
     server: Signature | None = None
 
 

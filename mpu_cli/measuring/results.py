@@ -194,7 +194,7 @@ def _short(value: object) -> str:
     return text if len(text) < 64 else f"{text[:12]}…"  # a digest
 
 
-# What is measured, and what the numbers of a measurement depend on.
+# The subject of a measurement, and the facts that its numbers depend on.
 
 VERSIONS = ("torch", "transformers", "tokenizers", "rouge-score", "scipy", "scikit-learn", "numpy")
 
@@ -280,7 +280,7 @@ def _version(package: str) -> str | None:
     return None
 
 
-# What the passes over a model found, kept in a file after each pass, so that an interrupted run can resume.
+# The findings of the passes over a model, kept in a file after each pass, so that an interrupted run can resume.
 
 
 @dataclass

@@ -291,7 +291,7 @@ class Scorer:
         return separate_head(self._model)
 
 
-_Key = tuple[tuple[int, ...], int]  # what makes two items the same for a model
+_Key = tuple[tuple[int, ...], int]  # equal for items that are the same for a model
 _Scored = tuple[Sequence[Item], list[TokenScores]]
 
 
@@ -405,7 +405,7 @@ def _packed_scores(
 @torch.inference_mode()  # which holds for one thread
 def _read_pack(model: PreTrainedModel, head: Head | None, pack: Pack, rows: int, request: _Wanted) -> _Scored:
     ids, depths = (torch.tensor([row], device=model.device) for row in (pack.ids, pack.depths))
-    # Where the tokens are that each item's labels are predicted from.
+    # The places of the tokens that each item's labels are predicted from.
     predictors = [path[item.start - 1 :] for item, path in zip(pack.items, pack.paths, strict=True)]
     places = {token_index: number for number, token_index in enumerate(sorted({*chain(*predictors)}))}
     predictor_indices = torch.tensor([*places], device=model.device)

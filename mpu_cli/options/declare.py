@@ -118,7 +118,7 @@ class Declaration:
     range: Range | None
     argument: bool
     affects_result: bool  # by more than its last bits
-    words: tuple[str, ...] = ()  # what a number may be instead
+    words: tuple[str, ...] = ()  # that may stand in place of a number
     item: type = str
     hidden: bool = False  # from help
     in_files: bool = True  # whether a file of options may set it

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # One record: a dialogue that leads to an answer, or a text.
 
-Fields = tuple[tuple[str, Any], ...]  # what a message has besides role and content, such as tool_calls
+Fields = tuple[tuple[str, Any], ...]  # a message's fields besides role and content, such as tool_calls
 
 
 class Turn(NamedTuple):
@@ -276,7 +276,7 @@ def template_date(tokenizer: PreTrainedTokenizerBase, text: str) -> dict[str, ob
     return arguments
 
 
-# What to suggest for a row whose fields no form has.
+# Hints for a row whose fields no form has.
 
 QUESTIONS = ("question", "prompt", "instruction", "input", "query", "message", "customer", "user", "request", "ticket")
 ANSWERS = ("answer", "response", "reply", "output", "completion", "agent", "resolution", "assistant", "solution")
@@ -339,7 +339,7 @@ MAIN_FIELDS = {
 }
 # Read beside the fields of a form, or by the evaluation.
 OTHER_FIELDS = {"alternate", "system", "set", "paraphrased_answer", "perturbed_answer", "paraphrased_question"}
-# What a message says of being trained on: OpenAI, Mistral, Together; axolotl; ms-swift; and, the other way, torchtune.
+# A message's marks for training: OpenAI, Mistral, Together; axolotl; ms-swift; and, the other way, torchtune.
 TRAINING_MARKS = ("weight", "train", "training", "loss", "masked")
 MARKED_PARTS = ("train_detail", "training_detail")  # axolotl's, of parts of a message
 CALLS = ("function_call", "tool_call")  # roles of assistants' messages whose text is a call as JSON

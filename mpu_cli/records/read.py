@@ -63,7 +63,7 @@ JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 TABLE_SUFFIXES = (".csv", ".tsv")
 PARQUET_SUFFIX, EXCEL_SUFFIX = ".parquet", ".xlsx"
 RECORD_SUFFIXES = (*TEXT_SUFFIXES, *JSON_LINES_SUFFIXES, ".json", *TABLE_SUFFIXES, PARQUET_SUFFIX, EXCEL_SUFFIX)
-# What offices keep records in and this does not read.
+# Files in which offices keep records, and which are not read here.
 OFFICE_FILES = {
     ".doc": "a Word document", ".docx": "a Word document", ".odt": "a text document", ".pdf": "a PDF",
     ".rtf": "a text document", ".ods": "a spreadsheet", ".xls": "an old Excel file",
@@ -74,7 +74,7 @@ MOST_EXPANDED, SMALL = 100, 1 << 20  # times the size of a compressed file and t
 PARAGRAPHS = "paragraphs"  # of --reading split
 # Files that come with a data set and hold none of its records, by their names without the last suffix.
 DOCUMENTATION = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog)([-_.][a-z0-9.]{1,12})?", re.I)
-# What save_to_disk of datasets writes beside its tables, and what old versions of push_to_hub did.
+# Files that save_to_disk of datasets writes beside its tables, and that old versions of push_to_hub wrote.
 DATASET_DICT, DATASET_STATE = "dataset_dict.json", "state.json"
 DATASET_FILES = ("dataset_info.json", "dataset_infos.json")
 
@@ -320,7 +320,7 @@ def _read_text(path: Path, encoding: str | None) -> str:
         raise UsageError(f"--encoding {encoding}: not an encoding", "name one such as cp1252 or utf-16") from error
 
 
-_PIPES: dict[tuple[int, int], bytes] = {}  # what came out of pipes, by device and number
+_PIPES: dict[tuple[int, int], bytes] = {}  # the contents of pipes, by device and number
 
 
 def _read_pipe(path: Path) -> bytes:

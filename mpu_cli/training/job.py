@@ -41,7 +41,7 @@ from mpu_cli.training.rates import with_epochs, with_precision
 from mpu_cli.training.requests import Continuation
 from mpu_cli.training.stopping import StoppingRule
 
-# What can be said of options, records and a copy before anything is trained.
+# Checks of options, records and a copy before anything is trained.
 
 ROTATED = ("paper", "all")  # sets of symmetries that do more than permute coordinates and change their signs
 PRECISIONS = {  # dtype of the weights
@@ -228,7 +228,7 @@ def without_numbers(copy: Model) -> MpuError:
     return MpuError(problem, "ask its owner for a copy that computes")
 
 
-# What identifies a training: to the client's ledger, to the server as a tag, to the checkpoints that it resumes.
+# The identity of a training: to the client's ledger, to the server as a tag, to the checkpoints that it resumes.
 
 
 def decisive_options(options: Unlearning) -> dict[str, object]:

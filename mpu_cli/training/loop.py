@@ -378,7 +378,7 @@ def outside_layers(model: PreTrainedModel) -> list[torch.Tensor]:
     return [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding) or m is head]
 
 
-DUAL = "mpu_dual"  # where the Trainer's state keeps α
+DUAL = "mpu_dual"  # the entry for α in the Trainer's state
 NO_LOGGING = Logging()
 
 
@@ -567,7 +567,7 @@ def _arguments(
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # the Trainer would split a batch over all visible GPUs
     if arguments.world_size == 1:
-        arguments.__dict__["_setup_devices"] = device  # where the model is; transformers would take the first GPU
+        arguments.__dict__["_setup_devices"] = device  # the model's; transformers would take the first GPU
     return arguments
 
 

@@ -88,16 +88,12 @@ class Scores:
 
 @dataclass(frozen=True)
 class Frozen:
-    """The frozen copy's outputs on the same tokens; None where not requested.
+    """The frozen copy's outputs on the same tokens; None where not requested."""
 
-    ``log_probs``: log p_ref,i, (examples,); ``logits``: z_ref of each token; ``hidden``: (tokens, width);
-    ``direction``: RMU's, one for the whole model, of length 1, (width,).
-    """
-
-    log_probs: torch.Tensor | None = None
-    logits: Logits | None = None
-    hidden: torch.Tensor | None = None
-    direction: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None  # log p_ref,i, (examples,)
+    logits: Logits | None = None  # z_ref of each token
+    hidden: torch.Tensor | None = None  # (tokens, width)
+    direction: torch.Tensor | None = None  # RMU's, one for the whole model, of length 1, (width,)
 
 
 @dataclass(frozen=True)
