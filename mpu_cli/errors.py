@@ -45,7 +45,7 @@ def no_space(error: BaseException) -> bool:
 
 
 class MpuWarning(UserWarning):
-    """What is probably not as intended, in Python; the command line prints it."""
+    """A probable mistake, as a warning in Python; the command line prints it."""
 
 
 class UsageError(MpuError):

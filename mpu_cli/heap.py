@@ -1,4 +1,4 @@
-"""What glibc does with memory that is freed: keep it for the next tensor, which is fast, or return it to the system.
+"""The policy of glibc for memory that is freed: keep it for the next tensor, which is fast, or return it to the system.
 
 By default, that depends on the largest block freed before. Elsewhere than on glibc these functions do nothing.
 """

@@ -1,4 +1,4 @@
-"""What a long operation reports while it runs, in one object that the operation is given."""
+"""The reports of a long operation while it runs, to one object that the operation is given."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Observer:
 
     @property
     def width(self) -> int | None:
-        """How many columns there are for tables; None if any line fits."""
+        """The number of columns for tables; None if any line fits."""
         return None
 
 
@@ -53,7 +53,7 @@ SILENT = Observer()
 
 
 class PythonObserver(Observer):
-    """What functions report to by default: stages are tqdm's bars, warnings go through ``warnings``."""
+    """The default observer of functions: stages are tqdm's bars, warnings go through ``warnings``."""
 
     def __init__(self) -> None:
         self._bar: tqdm | None = None

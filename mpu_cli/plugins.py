@@ -16,7 +16,7 @@ Result = TypeVar("Result")
 
 
 def load_plugin(kind: str, name: str, flag: str, built_in: Collection[str]) -> object:
-    """What ``name``, a value of the option ``flag``, stands for: an entry point in ``mpu.KINDs``, or
+    """The object that ``name``, a value of the option ``flag``, stands for: an entry point in ``mpu.KINDs``, or
     ``module:function``.
 
     Raises UsageError if there is none of that name beside the ``built_in`` ones, or if it cannot be imported.

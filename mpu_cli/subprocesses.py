@@ -15,7 +15,7 @@ ERROR, HINT = "mpu: error: ", "mpu: hint: "
 
 @dataclass(frozen=True)
 class Ended:
-    """What a process of mpu left: its exit status, and all that it wrote."""
+    """The exit status of a process of mpu, and all that it wrote."""
 
     status: int
     stdout: str
@@ -23,7 +23,7 @@ class Ended:
 
     @property
     def reason(self) -> str:
-        """Why it failed: its own error and hint; else the last line that it wrote, or its exit status."""
+        """The reason for its failure: its own error and hint; else the last line that it wrote, or its exit status."""
         lines = self.stderr.splitlines()
         errors = [line.split(ERROR, 1)[1] for line in lines if ERROR in line]
         hints = [line.split(HINT, 1)[1] for line in lines if HINT in line]
@@ -59,7 +59,7 @@ def import_nothing_from_here() -> None:
 
 
 def process_count() -> int:
-    """How many processes torchrun or accelerate launch started to work together, this one included."""
+    """The number of processes that torchrun or accelerate launch started to work together, this one included."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 

@@ -51,7 +51,8 @@ def without_config(arguments: Sequence[str]) -> tuple[list[str], str | None]:
 def defaults_from(
     path: Path, commands: Mapping[str, Any], classes: Mapping[str, type[Command]]
 ) -> dict[str, dict[str, object]]:
-    """What ``path`` sets, as ``{command: {parameter: value}}``: a table for each command, with its options by name.
+    """The options that ``path`` sets, as ``{command: {parameter: value}}``: a table for each command, with its options
+    by name.
 
     Raises MpuError if the file cannot be read, UsageError for a command or an option that does not exist or that no
     file may set.

@@ -16,12 +16,12 @@ from mpu_cli.options.command import Command, Preview
 from mpu_cli.options.declare import AGAIN, Declaration, Fold, declared_options, folds_of, from_flat, unfold
 from mpu_cli.wording import in_bytes
 
-ALWAYS = ("--dry-run", "--force", "--json", "--help")  # which help shows of every command
+ALWAYS = ("--dry-run", "--force", "--json", "--help")  # options that help shows for every command
 HELP_ALL = "--help-all"
 
 
 def typer_command(command: type[Command], *, with_options: bool = True) -> Callable[..., None]:
-    """What typer makes a command of: its parameters are the options of ``command``, its docstring is its help."""
+    """The function for a typer command: its parameters are the options of ``command``, its docstring is its help."""
     declarations = declared_options(cast(Any, command)) if with_options else {}
     folds = folds_of(declarations)
     parameters = [_parameter(each) for each in declarations.values() if not each.fold]

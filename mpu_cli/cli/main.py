@@ -63,7 +63,7 @@ try:
 except ImportError:  # before 0.26, typer's errors are click's
     from click import ClickException as TyperException  # type: ignore[assignment]
 
-INTERRUPTED = 130  # what typer itself returns for an interrupt
+INTERRUPTED = 130  # typer's own exit status for an interrupt
 SIGNALLED = 128  # exit statuses above this are signals, as in shells
 
 # The commands, in the order and under the headings of help. A new one is added here.
@@ -132,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
     arguments = sys.argv[1:] if arguments is None else arguments
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # what a terminal in Latin-1 or ASCII cannot show
+            stream.reconfigure(errors="backslashreplace")  # characters that a Latin-1 or ASCII terminal lacks
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about a kernel that is not used here
     # Options of every command, which should work in any position.
     arguments, debug = without_switch(arguments, "--debug")
@@ -201,9 +201,8 @@ REPEATED = ("--forget", "--retain", "--unseen")  # records, of which several sou
 
 
 def join_repeated_options(arguments: list[str]) -> list[str]:
-    """``arguments`` in which records and options of several parts that are given several times are one option's, as
-    lines and with AGAIN between them: of other options the last one counts, but records that were named and not read
-    would be missed by nobody."""
+    """``arguments`` with repeated options joined into one: records as lines, options of several parts with AGAIN
+    between them. Of other options the last one counts, but nobody would notice records that were named and not read."""
     command = next((COMMANDS[each] for each in arguments if each in COMMANDS), None)
     repeated = {*REPEATED, *(fold.flag for fold in folds_of(declared_options(command) if command else {}))}
     end = arguments.index("--") if "--" in arguments else len(arguments)

@@ -1,4 +1,4 @@
-"""What goes where: results to standard output, everything else to standard error."""
+"""The output streams: results to standard output, everything else to standard error."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LINE_EVERY = 10.0  # seconds between lines of progress where there is no bar
 PROFILE = "MPU_PROFILE"  # variable: at the end, the seconds that each stage took
 QUIET_VARIABLE = "MPU_QUIET"  # variable: warnings and errors only, also in the processes that this one starts
-_results: TextIO | None = None  # where results go while libraries print elsewhere
+_results: TextIO | None = None  # the stream of results while libraries print elsewhere
 
 
 @contextmanager
@@ -200,7 +200,7 @@ class Terminal(Observer):
         return Console(stderr=True).width if sys.stderr.isatty() else None
 
     def seconds_by_stage(self) -> dict[str, float]:
-        """How long each stage took until the next one began; those of one name together."""
+        """The seconds that each stage took until the next one began; stages of one name together."""
         ends = [began for _, began in self._began[1:]] + [time.monotonic()]
         seconds: dict[str, float] = {}
         for (label, began), end in zip(self._began, ends, strict=True):

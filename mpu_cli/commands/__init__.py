@@ -1,1 +1,1 @@
-"""The commands of the protocol, a module each: options, checks, work, and what is said of the result."""
+"""The commands of the protocol, a module each: options, checks, work, and the report of the result."""

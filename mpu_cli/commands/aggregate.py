@@ -62,7 +62,7 @@ class Aggregate(Command):
     force: bool = option(False, FORCE, in_files=False)
 
     def plan(self, observer: Observer = SILENT) -> AggregatePlan:
-        """What will be read and written, after every check that needs no numbers."""
+        """The files to read and write, after every check that needs no numbers."""
         from mpu_cli.protocol.keys import published_base
         from mpu_cli.protocol.round import owners_of, plan_aggregate
 
@@ -219,7 +219,7 @@ class Aggregate(Command):
         return Report([result.path], document)
 
     def _tell_step(self, step: ServerStep | None, rate: float, observer: Observer) -> None:
-        """How many times the update was applied, ``rate``, and what other steps would have cost if some were tried."""
+        """The step, ``rate`` times the update, and the cost of other steps if some were tried."""
         from mpu_cli.protocol.round import MAX_STEP
 
         if step is None:
@@ -249,7 +249,7 @@ def _tell_deltas(title: str, result: Aggregation, observer: Observer) -> None:
 
 
 def _document_of(result: Aggregation) -> dict[str, object]:
-    """What --json says of one owner's update."""
+    """The JSON document about one owner's update."""
     numbers = zip(result.norms, result.cosines, strict=True)
     copies = [
         {"copy": copy, "delta": result.deltas.get(copy), "norm": norm, "cosine": None if math.isnan(cosine) else cosine}

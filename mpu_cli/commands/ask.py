@@ -15,7 +15,7 @@ from mpu_cli.options.unlearning import DEVICE, Prompts
 
 @dataclass(frozen=True)
 class Reply:
-    """What ``model`` answered, ``with_delta`` or as it is."""
+    """The answer of ``model``, ``with_delta`` or as it is."""
 
     model: str
     with_delta: bool

@@ -36,7 +36,7 @@ class AuditDelta(Command):
     identity: Path | None = option(None, IDENTITY, metavar="FILE")
 
     def run(self, observer: Observer = SILENT) -> list[LeakageReading]:
-        """What each reading finds."""
+        """The findings of each reading."""
         from mpu_cli.files.sealing import opened_copy
         from mpu_cli.records.read import read_records
         from mpu_cli.training.leakage import audit

@@ -206,7 +206,7 @@ class Check(Command):
         return Checked(self, verdict, with_signature(receipt, "client", own_client_secret()), known)
 
     def tables(self, checked: Checked) -> list[Table]:
-        """What the copy knows of each set."""
+        """The copy's knowledge of each set."""
         rows, scores = [], checked.verdict.scores
         for name, label in SETS.items():
             after, earlier = scores.get(name), scores.get(f"{name} before")
@@ -270,7 +270,7 @@ def _all_copies(copy: str) -> list[Path]:
 
 
 def _tell_shares(verdict: Verdict, observer: Observer) -> None:
-    """What is left and kept, in percent."""
+    """The shares that are left and kept, in percent."""
     from mpu_cli.measuring.verdict import INTERVAL_FACTOR
 
     if verdict.left:
@@ -368,7 +368,7 @@ def _check_reading_context(copy: Model, manifest: CopyManifest | None, earlier: 
 def _scores(
     model: Model, sets: Mapping[str, Sequence[Record]], options: Checking, label: str, observer: Observer
 ) -> dict[str, RecordScores]:
-    """How probable the answers of each set are to ``model``, which is loaded once. Nothing is generated: an answer is
+    """The probabilities of each set's answers under ``model``, which is loaded once. Nothing is generated: an answer is
     given word for word if each of its tokens is the likeliest after those before it."""
     import torch
 
@@ -422,7 +422,7 @@ def _scores(
 
 
 def _copy_facts(copy: Model, manifest: CopyManifest) -> CopyFacts:
-    """What a receipt says of a copy: its names, and digests of its weights and of what reads records."""
+    """The facts about a copy in a receipt: its names, and digests of its weights and of what reads records."""
     from mpu_cli.files.reader import fingerprint
     from mpu_cli.measuring.receipt import CopyFacts
 
@@ -433,7 +433,7 @@ def _copy_facts(copy: Model, manifest: CopyManifest) -> CopyFacts:
 
 
 def _facts_before(earlier: Model, measured: CopyFacts) -> CopyFacts:
-    """What a receipt says of the copy that was trained on.
+    """The facts in a receipt about the copy that was trained on.
 
     Raises MpuError if it is no copy or the one that was ``measured``: a receipt would then compare with a model that
     nobody else knows.

@@ -68,7 +68,7 @@ class Finetune(Command):
         )
 
     def run(self, observer: Observer = SILENT) -> tuple[int, Finetuned]:
-        """How many records were learned, and what came of it."""
+        """The number of records that were learned, and the result."""
         from mpu_cli.model.source import open_model
         from mpu_cli.training.finetune import finetune
 

@@ -178,7 +178,7 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
 
 
 def _document(path: Path, head: bytes) -> dict[str, Any] | None:
-    """What a JSON file of mpu's says of itself; None for anything else."""
+    """The facts about a JSON file of mpu's; None for anything else."""
     from mpu_cli.files.boundary import read_json_object
     from mpu_cli.measuring.retain import LARGEST_RESULT
 
@@ -244,7 +244,7 @@ def _table(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _folder(path: Path) -> dict[str, object] | None:
-    """What a directory that is not a checkpoint holds: a run or a sweep; else None."""
+    """The facts about a directory that holds a run or a sweep, not a checkpoint; None for any other."""
     from mpu_cli.commands.status import facts_of_folder
     from mpu_cli.files.manifest import PLANNED, RESULTS
     from mpu_cli.files.resumption import read_lines

@@ -22,18 +22,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """What a round costs. ``records``: how many are to be forgotten, None if they are not known, and ``kept`` for each
-    of them in a step; ``steps`` per copy, at most; ``peak``: memory of the client, which has ``room`` for so much."""
+    """The cost of one round."""
 
     disguise: Disguise
     scheme: Scheme
     costs: Cost
-    peak: Memory
+    peak: Memory  # of the client
     work: Work
-    room: float | None
-    records: int | None
-    kept: int
-    steps: int | None
+    room: float | None  # bytes of memory that the client has
+    records: int | None  # number to forget, None if unknown
+    kept: int  # records to keep in a step for each record to forget
+    steps: int | None  # on each copy, at most
     step_seconds: float | None
 
     @property
@@ -162,7 +161,7 @@ class Plan(Command):
         return Report(lines, document)
 
     def _time(self, estimate: Estimate) -> str:
-        """How long the client trains on each copy: in steps, and with a step's time if it was measured."""
+        """The length of the client's training on each copy: in steps, and with a step's time if it was measured."""
         size = min(self.training.batch_size, estimate.records or 0)
         most = "" if self.epochs else " at most"
         text = f"as long as {counted(estimate.steps or 0, 'step')}{most} of {counted(size, 'record')} to forget"
@@ -174,7 +173,7 @@ class Plan(Command):
 
 
 def _noise_lines(scheme: Scheme, disguise: Disguise) -> Iterator[str]:
-    """What the noise leaves in the update."""
+    """The remainder of the noise in the update."""
     if disguise.kappa:
         factors = ", ".join(f"{factor:g}" for factor in scheme.factors)
         yield (

@@ -88,7 +88,7 @@ class Publish(Command):
     force: bool = option(False, FORCE, in_files=False)
 
     def plan(self, observer: Observer = SILENT) -> PublishPlan:
-        """What will be read and written, after every check that needs no weights."""
+        """The files to read and write, after every check that needs no weights."""
         from mpu_cli.files.sealing import parse_recipients
         from mpu_cli.model.source import open_model
         from mpu_cli.protocol.keys import check_one_way, sealer
@@ -217,7 +217,7 @@ class Publish(Command):
         return Report(published.copies, document)
 
     def _tell_what_to_send(self, published: Reviewed, observer: Observer) -> None:
-        """Whether the folder of the copies can be sent as it is, as somebody will who sends what `publish` wrote."""
+        """Whether the folder that `publish` wrote can be sent as it is, because somebody will do so."""
         folder, keys = published.copies[0].parent, published.keys_path.resolve()
         others = sorted({path.name for path in folder.iterdir()} - {path.name for path in published.copies})
         if not others:
@@ -265,7 +265,7 @@ def command_to_publish(model: Path, keys: Keys) -> str:
     publication = keys.publication
     scheme, calibration = publication.scheme, publication.calibration
     command: list[str | Path] = ["mpu", "publish", model]
-    usual = Disguise(mark=0.0)  # what stands where nothing is said
+    usual = Disguise(mark=0.0)  # the values where none are given
     if keys.reference is not None:
         command += ["--public", keys.reference]
         chosen = Disguise(copies=keys.copies).with_scale(with_pretrained=True)

@@ -104,7 +104,7 @@ class Receipt(Command):
                     f"{self.file}: somebody else signed it as the server", "get the one that only the client signed"
                 )
             document = self._countersigned(document, self.keys, observer)
-            write_atomically(self.file.resolve(), as_text(document))  # what a link leads to
+            write_atomically(self.file.resolve(), as_text(document))  # the target of a link
             copy, receipt = document.copy, str(self.file.absolute())
             write_update(CheckedUpdate(copy.run, copy.round, document.verdict, receipt), observer)
             public_keys = check_signatures(document, self.file)
@@ -183,7 +183,7 @@ class Receipt(Command):
             ) from error
 
     def _mismatch(self, document: Document, key: bytes) -> MpuError | None:
-        """What is wrong if the commitment is to other records than those that are named."""
+        """The mismatch, if the commitment is not to the records that are named."""
         from mpu_cli.measuring.receipt import commitment_to
         from mpu_cli.records.read import read_records
 
@@ -245,7 +245,7 @@ def _longer_step(document: Document) -> str | None:
 
 
 def _tell_measured(document: Document, observer: Observer) -> None:
-    """What was measured of which copy, against which limits."""
+    """The copy, the measurements on it, and their limits."""
     from mpu_cli.measuring.receipt import same_reading_context
 
     def named(copy: CopyFacts) -> str:
@@ -278,7 +278,7 @@ def _tell_measured(document: Document, observer: Observer) -> None:
 
 
 def _tell_signatures(read: Read, observer: Observer) -> None:
-    """Who signed, whether it is known to be that party, and what the server says."""
+    """The signers, whether each is known to be that party, and the statement of the server."""
     for party, public_key in read.public_keys.items():
         observer.note(f"signed as the {party} with the public key {public_key}")
         if read.pinned[party] is None:

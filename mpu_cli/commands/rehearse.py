@@ -31,9 +31,9 @@ TRIED_STEPS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 
 
 @dataclass(frozen=True)
 class TriedStep:
-    """What a step along the update makes of BASE: what is ``left`` of the records to forget, ``left_high`` two standard
-    errors above, and what is ``kept`` of records that were held out, as shares of what BASE knew; ``stands_out``:
-    whether more records are known than chance and the limit allow."""
+    """The outcome of a step along the update from BASE, as shares of what BASE knew: ``left`` of the records to forget,
+    ``left_high`` two standard errors above, and ``kept`` of records that were held out. ``stands_out``: whether more
+    records are known than chance and the limit allow."""
 
     step: float
     left: float
@@ -42,7 +42,7 @@ class TriedStep:
     stands_out: bool = False
 
     def passes(self, goal: Goal) -> bool:
-        """As `mpu check` decides: not too much is left, also of single records, and not so little that it shows."""
+        """Whether `mpu check` would pass it: not too much left, also of single records, nor so little that it shows."""
         from mpu_cli.measuring.verdict import INTERVAL_FACTOR
 
         forgotten = self.left <= goal.max_left and abs(self.left_high) <= INTERVAL_FACTOR * goal.max_left
@@ -175,10 +175,10 @@ class Rehearse(Command):
 
 
 def _try_steps(base: Model, updated: Model, keys: Keys, plan: UnlearnPlan, observer: Observer) -> list[TriedStep]:
-    """What each of TRIED_STEPS from ``base`` towards ``updated`` leaves and keeps.
+    """The shares that each of TRIED_STEPS from ``base`` towards ``updated`` leaves and keeps.
 
-    Where the public model is known from the keys, it says what a model that never saw the records gives them, unless
-    there are unseen records. Holds one model in float32; two, while the public one is scored.
+    Where the keys name the public model, it stands for a model that never saw the records, unless there are unseen
+    records. Holds one model in float32; two, while the public one is scored.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""``mpu status``: what a folder in which somebody works has of a request, and whose turn it is."""
+"""``mpu status``: what a working folder has of a request, and whose turn it is."""
 
 from __future__ import annotations
 
@@ -22,21 +22,19 @@ SHOWN = 20  # names in a line
 
 @dataclass
 class Round:
-    """What is there of a round, all paths relative to the folder. ``copies``: how many its publication has; ``made``
-    and ``deltas`` by copy; ``verdicts``: of receipts, by file, that this machine signed as the client or the server;
-    ``claims``: of others, with who signed them; ``signed``: who signed one that passes as the server, in words, None if
-    nobody did.
-    """
+    """The files of a round, all paths relative to the folder."""
 
     run: str
     number: int
-    copies: int
-    made: dict[int, Path] = field(default_factory=dict)
-    deltas: dict[int, Path] = field(default_factory=dict)
+    copies: int  # in the publication
+    made: dict[int, Path] = field(default_factory=dict)  # copies, by number
+    deltas: dict[int, Path] = field(default_factory=dict)  # by copy
     model: Path | None = None
+    # Verdicts of receipts, by file: those that this machine signed as the client or the server, and those of others,
+    # with their signers.
     verdicts: dict[str, str] = field(default_factory=dict)
     claims: dict[str, str] = field(default_factory=dict)
-    signed: str | None = None
+    signed: str | None = None  # the server that signed a passing receipt, in words; None if there is none
 
     @property
     def label(self) -> str:
@@ -54,7 +52,7 @@ class Round:
 
 @dataclass
 class Account:
-    """What is in a folder: rounds in their order, and what belongs to none. ``other``: names, by what they are."""
+    """The contents of a folder: rounds in their order, and ``other`` files, which belong to none: names by kind."""
 
     folder: Path
     rounds: list[Round]
@@ -97,7 +95,7 @@ class Account:
             yield f"request {run}", text
 
     def next_steps(self) -> list[tuple[str, str]]:
-        """For each run, whose turn it is, and the command or what else there is to do."""
+        """The party whose turn it is, for each run, and the command or what else there is to do."""
         runs: dict[str, list[Round]] = {}
         for each in self.rounds:
             runs.setdefault(each.run, []).append(each)
@@ -285,7 +283,7 @@ def _add_receipts(folder: Path, folders: list[Path], rounds: Mapping[tuple[str, 
 
 
 def _keys_here() -> dict[str, str | None]:
-    """The public keys with which this machine signs, by party; None as one that it never was."""
+    """The public keys with which this machine signs, by party; None for a party that it never was."""
     from mpu_cli.measuring.receipt import public_key_of
     from mpu_cli.protocol import publication
     from mpu_cli.training import ledger
@@ -298,12 +296,12 @@ def _keys_here() -> dict[str, str | None]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """Of the first entries of a folder those that are not hidden, nor links, which could lead anywhere."""
+    """The first entries of a folder, without hidden ones and links, which could lead anywhere."""
     return [path for path in visible(islice(folder.iterdir(), MAX_ENTRIES)) if not path.is_symlink()]
 
 
 def _folders_in(folder: Path) -> list[Path]:
-    """Folders two levels down, which are no models."""
+    """Folders two levels down that are not models."""
 
     def inside(outer: Path) -> list[Path]:
         folders = [path for path in _entries(outer) if path.is_dir()]

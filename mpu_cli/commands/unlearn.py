@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class UnlearningTask:
-    """A copy, where its delta goes, the file of its reference probabilities, and the earlier change that the training
-    goes on from."""
+    """A copy, the path of its delta, the file of its reference probabilities, and the earlier change from which the
+    training continues."""
 
     copy: str
     target: Path
@@ -49,8 +49,8 @@ class UnlearningTask:
 
 @dataclass(frozen=True)
 class Unlearned:
-    """What came of one task. ``result``: None if its delta was there already; ``record_warnings``: what is probably
-    wrong with the records that it was trained on."""
+    """The outcome of one task. ``result``: None if its delta was there already; ``record_warnings``: about records that
+    it was trained on and that are probably wrong."""
 
     task: UnlearningTask
     result: UnlearningResult | None
@@ -59,31 +59,29 @@ class Unlearned:
 
     @property
     def warnings(self) -> list[str]:
-        """What is probably wrong with the records, and with the training on them."""
+        """Probable mistakes in the records, and in the training on them."""
         return [*self.record_warnings, *(self.result.warnings() if self.result else ())]
 
 
 @dataclass(frozen=True)
 class UnlearnPlan:
-    """What ``command`` will do: train each of ``tasks`` in turn on the records, ``data``, with ``options``, by
-    ``stopping_rule`` or, if that is None, for a number of epochs. ``sources``: where its records to forget are from,
-    this request's first, and then those of earlier requests on the same copies."""
+    """The trainings that ``command`` will carry out, one for each of ``tasks`` in turn."""
 
     command: Unlearn
     tasks: Sequence[UnlearningTask]
     data: Dataset
     options: Unlearning
-    stopping_rule: StoppingRule | None
-    sources: Sequence[Source]
-    notes: Path | None = None  # where the ledger and the note of requests are, if not in the user's configuration
+    stopping_rule: StoppingRule | None  # None for a number of epochs
+    sources: Sequence[Source]  # of the records to forget: this request's, then earlier ones' on the same copies
+    notes: Path | None = None  # folder of the ledger and the note of requests, None for the user's configuration
 
     @property
     def warnings(self) -> list[str]:
-        """What is probably wrong with the records."""
+        """Probable mistakes in the records."""
         return self.data.warnings(self.options.privacy)
 
     def _path(self, default: Path) -> Path:
-        """Where the client's ledger or note of requests is."""
+        """The path of the client's ledger or note of requests."""
         return default if self.notes is None else self.notes / default.name
 
     def passes_over(self, task: UnlearningTask, opened: Path) -> bool:
@@ -103,7 +101,7 @@ class UnlearnPlan:
         return True
 
     def carry_out(self, observer: Observer = SILENT) -> Iterator[Unlearned]:
-        """What comes of each task, as soon as it is done.
+        """The outcome of each task, as soon as it is done.
 
         With --resume, copies that have their delta are passed over.
         """
@@ -275,7 +273,7 @@ class Unlearn(Command):
     force: bool = option(False, FORCE, in_files=False)
 
     def plan(self, observer: Observer = SILENT) -> UnlearnPlan:
-        """What will be done: the records are read, and no model is.
+        """The plan of the work: the records are read, and no model is.
 
         Trains until the goal is reached, unless a number of epochs or a privacy bound fixes the number of steps, or
         several processes share them. Raises UsageError if one file would be that of several copies, too.
@@ -342,7 +340,7 @@ class Unlearn(Command):
         return self.carry_out(self.plan(observer), observer)
 
     def carry_out(self, plan: UnlearnPlan, observer: Observer) -> list[Unlearned]:
-        """What ``plan`` says, of which ``observer`` is told."""
+        """Carry out ``plan``, and report to ``observer``."""
         for warning in plan.warnings:
             observer.warn(warning)
         outcomes = []
@@ -375,7 +373,7 @@ class Unlearn(Command):
         return Report([each.task.target for each in outcomes], document)
 
     def _tell(self, copy: str, result: UnlearningResult, observer: Observer) -> None:
-        """What came of one copy."""
+        """The outcome of one copy."""
         manifest = read_copy_manifest(Path(copy)) if Path(copy).is_dir() else None
         if result.round_schedule and manifest and manifest.copies > len(self.copies):
             round_schedule = ":".join(f"{value:g}" for value in astuple(result.round_schedule))
@@ -488,7 +486,7 @@ class Unlearn(Command):
 
 
 def _latest_requests(tasks: Sequence[UnlearningTask], source: Source) -> dict[str, Request]:
-    """The last request on each copy before that for the records of ``source``."""
+    """The last request on each copy before the one for the records of ``source``."""
     from mpu_cli.training.requests import default_requests_path, latest_on, read_requests
 
     manifests = {}
@@ -521,7 +519,7 @@ def _round_schedule(text: str) -> RoundSchedule:
 
 
 def memory_of(memory: Memory, work: Work) -> str:
-    """What takes the memory of a training."""
+    """The parts of a training's memory."""
     return (
         f"weights {in_bytes(memory.weights)}, gradients and the optimiser "
         f"{in_bytes(memory.gradients + memory.state + memory.fragments)}, "
@@ -531,7 +529,7 @@ def memory_of(memory: Memory, work: Work) -> str:
 
 
 def _spent_together(spent: Mapping[str, float], earlier: int) -> str:
-    """What this delta spends together with those before it."""
+    """The privacy that this delta spends together with those before it."""
     if not earlier:
         return "each further delta of these records spends more"
     total = spent["epsilon_of_ledger"]

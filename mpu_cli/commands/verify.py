@@ -35,7 +35,7 @@ class Verify(Command):
     opening: Opening = group(Opening)
 
     def run(self, observer: Observer = SILENT) -> tuple[Verification, Publication]:
-        """What differs, and the publication of the keys."""
+        """The differences, and the publication of the keys."""
         from mpu_cli.model.source import open_model
         from mpu_cli.protocol.keys import published_base
         from mpu_cli.protocol.verify import verify

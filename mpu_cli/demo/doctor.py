@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """What a machine offers, and what was tried on its ``device``."""
+    """The facts about a machine, and the steps that were tried on its ``device``."""
 
     device: str
     machine: Mapping[str, object]

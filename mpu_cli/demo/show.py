@@ -161,7 +161,7 @@ LABELS = {"forget": "To be forgotten", "retain": "To be kept"}
 
 @dataclass(frozen=True)
 class Scenario:
-    """Who is known and who is to be forgotten, how the model learns, and what is measured."""
+    """The people to know and to forget, the model's training, and the metrics."""
 
     people: int
     forgotten: int
@@ -169,7 +169,7 @@ class Scenario:
     evaluated: int  # of the people that are to be kept, how many are asked about
     epochs: int  # of the fine-tuning
     metrics: tuple[str, ...]
-    clean: Unlearning | None = None  # how the client unlearns on the model itself, to compare with
+    clean: Unlearning | None = None  # the unlearning on the model itself, to compare with
     retain_model: bool = False  # whether to train one that never saw the people to be forgotten, to compare with
     recovery: Recovery = field(default_factory=Recovery)  # attacks on what every model forgot
     device: str = "auto"

@@ -100,7 +100,7 @@ def _make_model(folder: Path) -> dict[str, Any]:
     return sets
 
 
-# What this machine offers: versions, devices, attention backends, packages that some options need.
+# The facts about this machine: versions, devices, attention backends, packages that some options need.
 
 NEEDED = ("torch", "transformers", "accelerate", "peft", "safetensors", "tokenizers", "datasets", "numpy", "scipy",
           "pyrage", "typer", "rich")  # fmt: skip
@@ -126,7 +126,7 @@ def facts(device: torch.device) -> dict[str, str]:
 
 
 def _room(device: torch.device) -> str:
-    """How many weights a model may have whose weights, gradients and optimiser fill half of the memory; the rest is for
+    """The number of weights of a model whose weights, gradients and optimiser fill half of the memory; the rest is for
     activations."""
     memory = _memory(device)
     full, low_rank = memory / 2 / (8 + OPTIMIZERS["adamw"].state_bytes), memory / 2 / 2

@@ -1,1 +1,1 @@
-"""What a model knows: scores, generation, metrics, benchmarks, verdicts and receipts."""
+"""Measuring what a model knows: scores, generation, metrics, benchmarks, verdicts and receipts."""

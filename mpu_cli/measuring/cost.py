@@ -1,4 +1,4 @@
-"""What a round will cost, before anyone starts it: bytes, memory and steps."""
+"""The cost of a round, before anyone starts it: bytes, memory and steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from mpu_cli.training.unlearn import unlearn
 
 @dataclass(frozen=True)
 class Cost:
-    """What passes between the parties in one round, in bytes: ``published``, of all copies of a model with so many
+    """The traffic between the parties in one round, in bytes: ``published``, of all copies of a model with so many
     ``weights``, and ``returned``, of their deltas; ``server_memory``, whatever the model's size."""
 
     weights: int
@@ -87,7 +87,7 @@ class _Clock(Observer):
 
 
 def seconds_of_step(copy: Model, data: Dataset, options: Unlearning) -> float:
-    """How long a training step takes here: the second, as the first makes the optimiser's state. Nothing is kept."""
+    """The duration of a training step here, the second, as the first makes the optimiser's state. Nothing is kept."""
     size, clock = options.training.batch_size, _Clock()
     data = replace(data, forget=data.forget[:size])
     with private_scratch() as folder:
@@ -102,22 +102,21 @@ def training_memory(weights: int, optimizer: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingCost:
-    """Training on one copy: its peak ``memory``, with the largest micro-batch, ``work``; ``kept``: the records to keep
-    in a step; ``usual_rate``: what --lr auto would be, None for optimisers that have none."""
+    """The cost of training on one copy."""
 
     epochs: int
     steps: int
-    kept: int
+    kept: int  # records to keep in a step
     rate: float
-    usual_rate: float | None
-    memory: Memory
+    usual_rate: float | None  # of --lr auto, None for optimisers that have none
+    memory: Memory  # at the peak
     work: Work
 
 
 def training_cost(
     copy: Model, data: Dataset, options: Unlearning, stopping_rule: StoppingRule | None = None
 ) -> TrainingCost:
-    """What ``unlearn`` takes; ``stopping_rule``: when it stops, which is counted as late as it may.
+    """The cost of ``unlearn``; with a ``stopping_rule``, of the most steps that it allows.
 
     Raises MpuError if the model has no tokenizer or a record cannot be read, UsageError for options that do not go
     together.
@@ -178,18 +177,15 @@ FACTORS = 4  # bytes of a number in LoRA's factors
 
 @dataclass(frozen=True)
 class Memory:
-    """What is held at the peak of a training step, in bytes. ``activations``: all that the backward pass of the largest
-    micro-batch keeps; ``logits``: those computed at once, or the frozen model's output head; ``fragments``: what the
-    allocator holds and cannot use; ``process``: without data, on a CUDA device its context.
-    """
+    """The memory at the peak of a training step, in bytes."""
 
     weights: float
     gradients: float
     state: float
-    activations: float
-    logits: float
-    fragments: float = 0.0
-    process: float = PROCESS
+    activations: float  # all that is kept for the backward pass of the largest micro-batch
+    logits: float  # as many as are computed at once, or the frozen model's output head
+    fragments: float = 0.0  # blocks that the allocator holds and cannot use
+    process: float = PROCESS  # without data; on a CUDA device, its context
 
     @property
     def total(self) -> float:
@@ -206,7 +202,7 @@ class Work:
 
 
 def rows_at_once(options: Unlearning, objective: Objective, records: int | None = None) -> int:
-    """How many records go through the model together, of so many ``records`` to forget (None: enough for a step)."""
+    """The number of records that go through the model together, of so many ``records`` to forget (None: a step's)."""
     training = options.training
     terms = ["forget", "retain"] if objective.constants.alpha else ["forget"]
     of_forget = training.batch_size if records is None else min(training.batch_size, records)

@@ -29,21 +29,17 @@ Scored = Literal["as trained", "as OpenUnlearning does"]
 
 @dataclass(frozen=True)
 class Item:
-    """The tokens that a model reads, ``ids``; those from ``start`` on are scored.
-
-    ``prompt`` is the prompt for generation; it differs from ``ids[:start]`` if tokens merge across the boundary.
-    ``location`` identifies the item in messages. ``content``: how many of the scored tokens are the answer itself,
-    before its end; None for OpenUnlearning's convention, all but the last. ``answer``: its text, None if only tokens
-    tell; ``end_token``: the special token that ends it, None if there is none.
-    """
+    """The tokens that a model reads, ``ids``; those from ``start`` on are scored."""
 
     ids: tuple[int, ...]
     start: int
-    prompt: tuple[int, ...]
-    location: str
+    prompt: tuple[int, ...]  # for generation; differs from ids[:start] if tokens merge across the boundary
+    location: str  # for messages
+    # The number of scored tokens of the answer itself, before its end; None for OpenUnlearning's convention, all but
+    # the last.
     content: int | None = None
-    answer: str | None = None
-    end_token: int | None = None
+    answer: str | None = None  # its text, None if only the tokens are known
+    end_token: int | None = None  # the special token that ends the answer, None if there is none
 
     @property
     def labels(self) -> tuple[int, ...]:

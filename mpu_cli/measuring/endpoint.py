@@ -218,7 +218,7 @@ def document_of(text: bytes, address: str) -> Any:
 
 
 def _within(seconds: float, work: Callable[[], Result]) -> Result:
-    """What ``work`` returns or raises; TimeoutError if all of it takes longer.
+    """The result of ``work``, or its exception; TimeoutError if all of it takes longer.
 
     A socket's own timeout is for each read, so that a server which sends a byte now and then, of the handshake, of the
     headers or of the body, would never exceed it. Nothing ends a thread that waits: it ends with the process.

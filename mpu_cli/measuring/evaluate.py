@@ -55,26 +55,22 @@ def before_key(count: int) -> str:
 
 
 def harness_key(tasks: Sequence[str]) -> str:
-    """Key of what tasks of the harness gave."""
+    """Key of the results of the harness's tasks."""
     return f"lm_eval:{','.join(tasks)}"
 
 
 @dataclass(frozen=True)
 class Pass:
-    """``find`` gives what ``keys`` name, from the records of ``splits``, and reports ``records`` of progress in all.
-
-    ``parts``: of the records, encoded and checked before any pass. ``with_delta``: of the model with its delta;
-    ``alters``: leaves other weights behind.
-    """
+    """A pass over the model: ``find`` returns the findings that ``keys`` name, from the records of ``splits``."""
 
     keys: tuple[str, ...]
     splits: tuple[Split, ...]
     find: Callable[[Run, Advance], Mapping[str, object]]
-    what: str
-    records: int
-    parts: tuple[str, ...] = ("answer",)
-    with_delta: bool = True
-    alters: bool = False
+    what: str  # for the progress bar
+    records: int  # of progress that ``find`` reports in all
+    parts: tuple[str, ...] = ("answer",)  # of the records, encoded and checked before any pass
+    with_delta: bool = True  # over the model with its delta, or without it
+    alters: bool = False  # the model's weights
 
 
 def passes_for(

@@ -49,7 +49,7 @@ HARMLESS = {
 
 
 def remark_on_generation(model: PreTrainedModel) -> str | None:
-    """Which entries of the model's generation config would end or choose its answers otherwise, but are not used."""
+    """A remark on unused entries of the model's generation config that would end or choose its answers otherwise."""
     config = model.generation_config
     entries = {"num_beams": (config.num_beams or 1) > 1, "stop_strings": config.stop_strings}
     unused = " and ".join(name for name, value in entries.items() if value)
@@ -135,7 +135,8 @@ def sample_answers(
 
 
 def _tokens_at_once(model: PreTrainedModel) -> int:
-    """How many tokens of ``model`` have keys and values of ``CACHE`` bytes, where each layer keeps them for each."""
+    """The number of tokens whose keys and values take ``CACHE`` bytes, where each layer of ``model`` keeps them for
+    each."""
     config: Any = model.config.get_text_config()
     layers = config.per_layer_config if config.is_heterogeneous else [config] * config.num_hidden_layers
     numbers = 0
@@ -259,8 +260,8 @@ def _keeps_state(model: PreTrainedModel) -> bool:
 
 
 def _rows_can_leave(model: PreTrainedModel) -> bool:
-    """Whether greedy generation can go on with some rows of a batch: nothing but keys and values knows of the others,
-    and nothing in its generation config counts tokens from the beginning of a call."""
+    """Whether greedy generation can continue with some rows of a batch: nothing but keys and values knows of the
+    others, and nothing in its generation config counts tokens from the beginning of a call."""
     if set(model.generation_config.to_diff_dict()) - HARMLESS or any(
         hasattr(m, "rope_deltas") for m in model.modules()
     ):
@@ -363,16 +364,16 @@ def answers_before_and_after(
     ]
 
 
-# What is read off the scores of one answer: all that metrics need, small enough to keep.
+# The reading of one answer's scores: all that metrics need, small enough to keep.
 
 LEAST_VARIANCE = 1e-6
 LOWEST = 0.4  # fraction of tokens that min-k uses
 
 
 class AnswerReading(TypedDict, total=False):
-    """What one answer's scores gave: mean loss, memorisation, attack scores; ``content_loss``, the mean loss without
-    the answer's end; and ``says``, the first tokens that the model itself would generate, as far as its scores on the
-    true answer show them."""
+    """The reading of one answer's scores: mean loss, memorisation, attack scores; ``content_loss``, the mean loss
+    without the answer's end; and ``says``, the first tokens that the model itself would generate, as far as its scores
+    on the true answer show them."""
 
     loss: float
     content_loss: float

@@ -27,7 +27,7 @@ from mpu_cli.measuring.scoring import ADVICE, logits_of, passes_at_once, weights
 from mpu_cli.model.device import memory_in_mind
 from mpu_cli.plugins import load_plugin, reporting_errors
 
-# Where a metric should go; RETAIN is near the value of a model that never saw the forget set, for attacks.
+# The direction of improvement; RETAIN is near the value of a model that never saw the forget set, for attacks.
 UP, DOWN, ZERO, RETAIN = "up", "down", "zero", "retain"
 EPSILON = 1e-10  # OpenUnlearning's guard against division by zero
 CHANCE = 0.5  # AUC of random guessing
@@ -40,19 +40,15 @@ MetricResult = dict[str, Any]  # {"agg_value": …, "value_by_index": {"0": {…
 
 @dataclass(frozen=True)
 class Metric:
-    """``needs``: keys of Findings; ``dependencies``: metrics that stand before it in its table; ``make(findings,
-    forms)`` gives its form; ``goal``: where its value should go, one of UP, DOWN, ZERO, RETAIN.
+    """A metric, computed from findings and from other metrics."""
 
-    ``check`` raises MpuError, before any pass over the model, for a retain log that it cannot be made with; ``says``:
-    what it is, for the page of metrics.
-    """
-
-    needs: tuple[str, ...]
-    make: Callable[[Findings, Mapping[str, MetricResult]], MetricResult]
-    goal: str = UP
-    dependencies: tuple[str, ...] = ()
+    needs: tuple[str, ...]  # keys of Findings
+    make: Callable[[Findings, Mapping[str, MetricResult]], MetricResult]  # from findings and the metrics before it
+    goal: str = UP  # the direction in which its value should go: UP, DOWN, ZERO or RETAIN
+    dependencies: tuple[str, ...] = ()  # metrics, which stand before it in its table
+    # Raises MpuError, before any pass over the model, for a retain log that the metric cannot be made with.
     check: Callable[[], object] = lambda: None
-    says: str = ""
+    says: str = ""  # its definition, for the page of metrics
 
 
 Arguments = ParamSpec("Arguments")
@@ -467,7 +463,7 @@ RECOVERED = {
 
 
 def attack_key(name: str) -> str:
-    """Key of what an attack of ``relearning`` found."""
+    """Key of the findings of an attack of ``relearning``."""
     return f"attack:{name}"
 
 
@@ -495,9 +491,9 @@ def _recovered_probabilities(losses: Sequence[float]) -> MetricResult:
 
 
 def recovery_metrics(attack: str, *, retain: bool, any_script: bool) -> dict[str, Metric]:
-    """What an attack brings back of the forget set: probabilities of the true answers, or ROUGE of sampled ones, each
-    with the 95 % interval of its mean. ``retain``: whether there are records to keep, which one attack uses;
-    ``any_script``: whether ROUGE of answers in any script is measured, too."""
+    """The metrics of what an attack brings back of the forget set: probabilities of the true answers, or ROUGE of
+    sampled ones, each with the 95 % interval of its mean. ``retain``: whether there are records to keep, which one
+    attack uses; ``any_script``: whether ROUGE of answers in any script is measured, too."""
     key = attack_key(attack)
 
     def metric_of(make: Callable[[Any], MetricResult]) -> Metric:

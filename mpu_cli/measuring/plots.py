@@ -151,7 +151,7 @@ def check_drawable(names: Collection[str], path: Path) -> None:
 
 
 def draw(forms: Forms, path: Path, *, title: str, retain: Forms | None, force: bool = False) -> None:
-    """Plot one result: whichever it has of truth ratios, attacks and probabilities.
+    """Plot one result: those that it has of truth ratios, attacks and probabilities.
 
     ``retain``: the metrics of the retain model, for comparison.
     """
@@ -217,8 +217,8 @@ def _column(forms: Forms, name: str, field: str) -> list[float]:
 
 
 def draw_relearning(axes: Axes, curves: Sequence[tuple[str, str, Sequence[Mapping[str, Any]]]]) -> None:
-    """How likely the true answers become while the other half of the forget set is learned again, with 95 % intervals;
-    ``curves`` are labels, colours and the points that a result has."""
+    """Plot how likely the true answers become while the other half of the forget set is learned again, with 95 %
+    intervals; ``curves`` are labels, colours and the points that a result has."""
     for label, colour, curve in curves:
         steps, values = [point["steps"] for point in curve], [point["agg_value"] for point in curve]
         axes.plot(steps, values, color=colour, marker=".", label=label)

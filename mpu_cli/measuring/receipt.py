@@ -72,7 +72,7 @@ class Signature(Document, forbid_unknown_fields=True):
 
 
 class CopyFacts(Document, forbid_unknown_fields=True):
-    """Which copy was measured: its names, as its manifest says, and digests of its weights and of its tokenizer,
+    """The copy that was measured: its names, as its manifest says, and digests of its weights and of its tokenizer,
     template and config, by which records are read."""
 
     run: RunName
@@ -84,9 +84,9 @@ class CopyFacts(Document, forbid_unknown_fields=True):
 
 
 class ServerCheck(Document, forbid_unknown_fields=True):
-    """What a server says with its signature: that on this ``date`` the names, the weights and the reading context of
-    the copy that was measured were those of the copy that it sent, if ``before`` also those of the one that it was
-    compared with, and, unless ``model`` is None, that its keys make this copy of the model with that fingerprint."""
+    """The statement that a server signs: that on this ``date`` the names, the weights and the reading context of the
+    copy that was measured were those of the copy that it sent, if ``before`` also those of the one that it was compared
+    with, and, unless ``model`` is None, that its keys make this copy of the model with that fingerprint."""
 
     date: Date
     model: Fingerprint | None
@@ -94,37 +94,30 @@ class ServerCheck(Document, forbid_unknown_fields=True):
 
 
 class Receipt(Document, forbid_unknown_fields=True):
-    """The entries of a receipt.
-
-    ``before``: the copy that was trained on, if it was measured; ``public``: the model whose probabilities say what a
-    stranger knows, if there was one. ``sets``: of which records the copy was asked, besides general ones, which decide
-    nothing. ``records_at_most``: the number of records to forget, up to a power of two. ``left``, the end of its
-    interval ``left_high``, and ``kept`` are in percent, as are ``max_left`` and ``min_kept``, the limits of the
-    verdict. ``stands_out``: whether more records are known better than chance and the limit allow, None if nothing said
-    what a stranger knows. ``records``: the commitment to the records to forget, to keep and unseen, under a key derived
-    with ``nonce``. ``checked`` is there if the server signed.
-    """
+    """The entries of a receipt; shares and their limits are in percent."""
 
     format: Word
     version: Count
     mpu: Word
     date: Date
     copy: CopyFacts
-    before: CopyFacts | None
-    public: Fingerprint | None
+    before: CopyFacts | None  # of the copy that was trained on, if it was measured
+    public: Fingerprint | None  # of the model whose probabilities stand for a stranger's, if there was one
+    # The sets of which the copy was asked, besides general records, which decide nothing.
     sets: Annotated[tuple[MeasuredSet, ...], Meta(max_length=4)]
-    records_at_most: Count
+    records_at_most: Count  # the number of records to forget, up to a power of two
     left: Percent | None
-    left_high: Percent | None
+    left_high: Percent | None  # the end of the interval of ``left``
     kept: Percent | None
-    stands_out: bool | None
-    max_left: Limit
+    stands_out: bool | None  # more than chance and the limit allow; None if a stranger's knowledge is unknown
+    max_left: Limit  # the limits of the verdict
     min_kept: Limit
     verdict: Text
+    # The commitment to the records to forget, to keep and unseen, under a key derived with ``nonce``.
     records: Hexadecimal32
     nonce: Hexadecimal32
     client: Signature | None = None
-    checked: ServerCheck | None = None
+    checked: ServerCheck | None = None  # present if the server signed
     server: Signature | None = None
 
 
@@ -223,7 +216,7 @@ def verdict_of(receipt: Receipt) -> Verdict:
 
 
 def contradiction_in(receipt: Receipt) -> str | None:
-    """What of a receipt cannot be so, for people; None if nothing is."""
+    """The contradiction in a receipt, for people; None if there is none."""
     measured = (receipt.left, receipt.left_high, receipt.kept)
     if receipt.before is None and any(number is not None for number in measured):
         return "it has shares of what was known before, and no copy from before"
@@ -314,7 +307,7 @@ def check_signatures(receipt: Receipt, path: Path) -> dict[str, str]:
 
 
 def _message(receipt: Receipt, party: str) -> bytes:
-    """What a party signs: all entries before its own signature, as JSON with sorted names."""
+    """The message that a party signs: all entries before its own signature, as JSON with sorted names."""
     entries = as_entries(receipt)
     for later in ("client", "checked", "server") if party == "client" else ("server",):
         entries.pop(later)

@@ -90,7 +90,7 @@ def retain_value(results: Sequence[Evaluated], name: str) -> float | None:
 
 
 def goal(name: str, form: Mapping[str, object] | None = None) -> str:
-    """Which way a metric is better: "up", "down", "zero", or "retain" (an attack: near the retain model's value).
+    """The better direction of a metric: "up", "down", "zero", or "retain" (an attack: near the retain model's value).
 
     ``form`` is the metric's form, where harness tasks and metrics of other packages state their own.
     """
@@ -107,7 +107,7 @@ def goal(name: str, form: Mapping[str, object] | None = None) -> str:
 
 
 def main_metrics(available: Iterable[str]) -> list[str]:
-    """Those of ``available`` that are shown unless others are asked for; all of them if none is a main one."""
+    """The ``available`` metrics that are shown unless others are asked for; all of them if none is a main one."""
     names = list(dict.fromkeys(available))
     return [name for name in MAIN_METRICS if name in names] or names
 
@@ -150,7 +150,7 @@ def distinct_best(
 
 
 def differences(results: Sequence[Evaluated]) -> list[str]:
-    """How the results differ in facts that affect the numbers, one phrase each."""
+    """The differences of the results in facts that affect the numbers, one phrase each."""
     recorded = [r for r in results if r.log.document.get("options")]
     sentences = [f"{r.label}: no record of how it was produced" for r in results if not r.log.document.get("options")]
     for path in FACTS_THAT_MATTER:
@@ -194,15 +194,15 @@ def _short(value: object) -> str:
     return text if len(text) < 64 else f"{text[:12]}…"  # a digest
 
 
-# What is measured, and what the numbers of a measurement depend on.
+# The subject of a measurement, and the facts that its numbers depend on.
 
 VERSIONS = ("torch", "transformers", "tokenizers", "rouge-score", "scipy", "scikit-learn", "numpy")
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured: a model, perhaps with an adapter or a delta, and the model that the reference attack uses. With
-    an ``endpoint``, what that serves; of the model, tokenizer and config are used."""
+    """The subject of a measurement: a model, perhaps with an adapter or a delta, and the model that the reference
+    attack uses. With an ``endpoint``, the model that it serves; of ``model``, tokenizer and config are used."""
 
     model: Model
     adapter: Path | None = None
@@ -212,7 +212,7 @@ class Subject:
 
 
 def facts_of(subject: Subject, benchmark: Benchmark, used: Sequence[Split], options: Measuring) -> dict[str, Any]:
-    """What the numbers depend on: model, data, options, versions, hardware."""
+    """The facts that the numbers depend on: model, data, options, versions, hardware."""
     model, adapter, delta = subject.model, subject.adapter, subject.delta
     scoring, prompts = options.scoring, options.prompts
     torch_device = device_of(scoring.device)
@@ -280,12 +280,12 @@ def _version(package: str) -> str | None:
     return None
 
 
-# What the passes over a model found, kept in a file after each pass, so that an interrupted run can resume.
+# The findings of the passes over a model, kept in a file after each pass, so that an interrupted run can resume.
 
 
 @dataclass
 class Findings:
-    """What was found under ``facts``, by key; written to ``path`` after each pass."""
+    """The findings under ``facts``, by key; written to ``path`` after each pass."""
 
     facts: dict[str, Any]
     entries: dict[str, Any]

@@ -1,4 +1,4 @@
-"""A model at work: what passes over records and attacks on forgetting are carried out with."""
+"""A model at work, for passes over records and attacks on forgetting."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Run:
 
     @property
     def reader(self) -> Scorer | Endpoint:
-        """What scores items: a model in this process, or one that is served."""
+        """The scorer of items: a model in this process, or one that is served."""
         if self._reader is None:
             self._reader = self.subject.endpoint or Scorer(self.model, follows_suite=self.follows_suite)
         return self._reader
@@ -66,7 +66,7 @@ class Run:
         return self._items[split.name, part]
 
     def answer_limit(self, split: Split, items: Sequence[Item]) -> int:
-        """How many tokens a generated answer may have: --scoring max_new_tokens, or the split's limit."""
+        """The most tokens of a generated answer: --scoring max_new_tokens, or the split's limit."""
         longest = max((len(item.labels) for item in items), default=0) if split.limit_follows_answers else 0
         return self.options.scoring.max_new_tokens or max(split.limit, longest)
 

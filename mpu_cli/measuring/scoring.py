@@ -148,11 +148,11 @@ class _Part:
 
     @property
     def entries(self) -> int:
-        """How many entries its mask has."""
+        """The number of entries of its mask."""
         return self._queries.numel() * self._keys.shape[1]
 
     def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
-        """What is added to attention scores, (items, 1, queries, keys): the keys of an item are in their order."""
+        """The mask added to attention scores, (items, 1, queries, keys): the keys of an item are in their order."""
         keys = torch.arange(self._keys.shape[1], device=self._keys.device)
         depths = self._depths[:, None, :, None]
         visible = keys <= depths
@@ -173,7 +173,7 @@ class _Part:
 
 
 def _rows(x: torch.Tensor, at: torch.Tensor) -> torch.Tensor:
-    """From (tokens, heads, width) those ``at``, (items, places): (items, heads, places, width)."""
+    """The rows ``at`` (items, places) of (tokens, heads, width): (items, heads, places, width)."""
     return x.index_select(0, at.flatten()).unflatten(0, at.shape).transpose(1, 2)  # faster than x[at] on a CPU
 
 
@@ -291,7 +291,7 @@ class Scorer:
         return separate_head(self._model)
 
 
-_Key = tuple[tuple[int, ...], int]  # what makes two items the same for a model
+_Key = tuple[tuple[int, ...], int]  # equal for items that are the same for a model
 _Scored = tuple[Sequence[Item], list[TokenScores]]
 
 
@@ -377,7 +377,7 @@ def _columns(head: Head | None, states: torch.Tensor) -> torch.Tensor:
 
 
 def _details(logits: torch.Tensor, targets: torch.Tensor, moments: bool) -> list[torch.Tensor]:
-    """From (tokens, vocabulary) what TokenScores has beside losses."""
+    """The entries of TokenScores beside losses, from (tokens, vocabulary)."""
     log_p = logits.log_softmax(-1)
     details = [log_p.gather(1, targets[:, None])[:, 0], log_p.argmax(-1)]
     if moments:
@@ -405,7 +405,7 @@ def _packed_scores(
 @torch.inference_mode()  # which holds for one thread
 def _read_pack(model: PreTrainedModel, head: Head | None, pack: Pack, rows: int, request: _Wanted) -> _Scored:
     ids, depths = (torch.tensor([row], device=model.device) for row in (pack.ids, pack.depths))
-    # Where the tokens are that each item's labels are predicted from.
+    # The places of the tokens that each item's labels are predicted from.
     predictors = [path[item.start - 1 :] for item, path in zip(pack.items, pack.paths, strict=True)]
     places = {token_index: number for number, token_index in enumerate(sorted({*chain(*predictors)}))}
     predictor_indices = torch.tensor([*places], device=model.device)
@@ -422,7 +422,7 @@ def _read_pack(model: PreTrainedModel, head: Head | None, pack: Pack, rows: int,
 
 
 def passes_at_once(model: PreTrainedModel) -> int:
-    """How many passes to run, each on a thread of its own: one for each core of a CPU, if ``model`` is small.
+    """The number of passes to run, each on a thread of its own: one for each core of a CPU, if ``model`` is small.
 
     With a large one, kernels use all cores well. Rotary positions that keep the scale of the last pass allow one pass.
     """

@@ -28,7 +28,7 @@ INTERVAL_FACTOR = 2.0
 
 @dataclass(frozen=True)
 class RecordScores:
-    """Of a set of records under one model: the probability of each answer (geometric mean over its tokens), and whether
+    """A set of records under one model: the probability of each answer (geometric mean over its tokens), and whether
     each of its tokens is the model's likeliest, so that greedy decoding gives it word for word. Records with one number
     in ``clusters`` are drawn together, such as turns of a dialogue; None if each is one of its own."""
 
@@ -61,26 +61,22 @@ class Share:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What is left of the records to forget and what is kept of the others; None where it cannot be computed.
+    """The shares of the records to forget that are left and of the others that are kept, against their limits.
 
-    ``kept`` is of records that the training did not see, ``kept_trained`` of those that it saw, ``kept_general`` of
-    what has nothing to do with either, and decides nothing. ``max_left`` and ``min_kept`` are the limits that were
-    asked for; ``scores`` are of the sets, by name, for people. Shares are rounded against the model: up what is left,
-    down what is kept. Nothing is decided unless the model reads records as the one before did
-    (``same_reading_context``). ``has_stranger``: whether unseen records or a public model say what a model guesses that
-    never saw the records. ``tail``: how many records stand out, None if nothing says what a stranger knows.
+    Shares are rounded against the model, up for what is left and down for what is kept; None where one cannot be
+    computed.
     """
 
     left: Share | None
-    kept: Share | None
-    kept_trained: Share | None
-    max_left: float
+    kept: Share | None  # of records that the training did not see
+    kept_trained: Share | None  # of records that the training saw
+    max_left: float  # the limits that were asked for
     min_kept: float
-    scores: dict[str, SetScore]
-    same_reading_context: bool = True
-    kept_general: Share | None = None
-    has_stranger: bool = True
-    tail: Tail | None = None
+    scores: dict[str, SetScore]  # of the sets, by name, for people
+    same_reading_context: bool = True  # the model reads records as the one before did; else nothing is decided
+    kept_general: Share | None = None  # of records that have nothing to do with either set; decides nothing
+    has_stranger: bool = True  # unseen records or a public model show the guesses of a model that never saw the records
+    tail: Tail | None = None  # the number of records that stand out, None if a stranger's knowledge is unknown
 
     @property
     def stands_out(self) -> bool:
@@ -160,7 +156,8 @@ class Verdict:
 
     @property
     def request(self) -> str | None:
-        """Who does what next; None if nothing is to be done. Never less of an update that forgot too little."""
+        """The next step and the party that takes it; None if nothing is to be done. Never less of an update that forgot
+        too little."""
         again = "unlearn again on this copy and return its delta: `mpu unlearn` as before, on the copy that you checked"
         if self.step is not None:
             return (
@@ -182,7 +179,7 @@ class Verdict:
 
     @property
     def step(self) -> float | None:
-        """How many times the step that the server took would probably pass; None if no other step is to be tried.
+        """The multiple of the server's step that would probably pass; None if no other step is to be tried.
 
         Along one update the logarithm of what is left falls about as the square of the step, or faster
         (``python -m tests.benchmarks.outcome`` prints both). What is lost of the rest grows at least in proportion.
@@ -236,8 +233,8 @@ def records_that_stand_out(
     after: dict[str, RecordScores], before: dict[str, RecordScores], public: dict[str, RecordScores] | None,
     max_left: float,
 ) -> list[int]:  # fmt: skip
-    """The numbers of the records to forget that a stranger hardly knows so well; none if nothing says what one knows.
-    For the client alone."""
+    """The numbers of the records to forget that stand out from a stranger's knowledge; none if that is unknown. For the
+    client alone."""
     earlier = _probabilities(before) if "forget" in before else None
     return records_above(_probabilities(after), earlier, _probabilities(public) if public else None, max_left) or []
 

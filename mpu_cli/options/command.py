@@ -1,4 +1,4 @@
-"""What a command is: one dataclass of its options that checks them, does the work, and says what came of it.
+"""A command: one dataclass of its options that checks them, does the work, and reports the result.
 
 The command line (``mpu_cli.cli.driver``), Python (``Publish.call(base, kappa=1)``) and the reference read the same
 class. Its module imports what it works with inside its methods, so that ``mpu --help`` loads no torch.
@@ -31,8 +31,8 @@ class Table:
 
 @dataclass(frozen=True)
 class Report:
-    """What a command prints of its result: ``lines`` on standard output or, with --json, ``document`` in their place
-    (None: the lines all the same); then it ends with ``failure``, or with the exit ``status``."""
+    """The output of a command: ``lines`` on standard output or, with --json, ``document`` in their place (None: the
+    lines all the same); then it ends with ``failure``, or with the exit ``status``."""
 
     lines: Iterable[object]
     document: object
@@ -42,18 +42,14 @@ class Report:
 
 @dataclass(frozen=True)
 class Preview:
-    """What a command would read and write.
+    """The files that a command would read and write, and the memory that it would take."""
 
-    ``reads`` and ``writes``: paths with their bytes (None: small), and ``folders`` those of the latter that are
-    directories; ``memory``: bytes at its peak; ``scratch``: bytes of files that are there only while it works.
-    """
-
-    reads: Sequence[tuple[object, int | None]]
+    reads: Sequence[tuple[object, int | None]]  # paths with their bytes, None for small files; so are ``writes``
     writes: Sequence[tuple[Path, int | None]]
-    memory: float
+    memory: float  # bytes at the peak
     notes: Sequence[str] = ()
-    scratch: int = 0
-    folders: Collection[Path] = ()
+    scratch: int = 0  # bytes of files that exist only while the command works
+    folders: Collection[Path] = ()  # directories among ``writes``
 
 
 class Command(Options, ABC):
@@ -80,7 +76,7 @@ class Command(Options, ABC):
 
     @abstractmethod
     def report(self, result: Any, observer: Observer) -> Report:
-        """What to print of ``result``; tables and notes beside it go to ``observer``."""
+        """The output for ``result``; tables and notes beside it go to ``observer``."""
 
     @classmethod
     def of(cls: type[Self], *arguments: object, **keywords: object) -> Self:
@@ -108,8 +104,8 @@ class Command(Options, ABC):
 
     @classmethod
     def call(cls, *arguments: object, observer: Observer | None = None, **keywords: object) -> Any:
-        """The command as a function: its result, of ``of`` with the same arguments. What the command line warns of
-        goes to ``observer`` (default: through ``warnings``, beside bars of progress)."""
+        """The result of the command that ``of`` makes of the same arguments: the command as a function. Warnings go to
+        ``observer`` (default: through ``warnings``, beside bars of progress)."""
         command, observer = cls.of(*arguments, **keywords), observer or PythonObserver()
         try:
             result = command.run(observer)
@@ -138,7 +134,7 @@ BASE_AGAIN = "The published model (default: the location recorded in the keys)."
 
 @dataclass(frozen=True, kw_only=True)
 class Opening(Options):
-    """How sealed keys are opened."""
+    """The options for opening sealed keys."""
 
     identity: Path | None = option(None, IDENTITY, metavar="FILE")
     passphrase_file: Path | None = option(None, PASSPHRASE_FILE, metavar="FILE")

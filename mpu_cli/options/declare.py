@@ -43,7 +43,7 @@ AnyClass = Any  # a dataclass that declares options: typeshed does not take type
 
 
 class Options:
-    """A group of options, which cannot be made with a number that is out of its range: raises UsageError."""
+    """A group of options. Raises UsageError for a number that is out of its range."""
 
     def __post_init__(self) -> None:
         declarations = declared_options(cast(AnyClass, type(self)))
@@ -118,7 +118,7 @@ class Declaration:
     range: Range | None
     argument: bool
     affects_result: bool  # by more than its last bits
-    words: tuple[str, ...] = ()  # what a number may be instead
+    words: tuple[str, ...] = ()  # that may stand in place of a number
     item: type = str
     hidden: bool = False  # from help
     in_files: bool = True  # whether a file of options may set it
@@ -140,7 +140,7 @@ class Declaration:
 
     @property
     def separator(self) -> str:
-        """What stands between several values that are one text: names of files of records may have commas."""
+        """The separator of several values that are one text: names of files of records may have commas."""
         return "\n" if self.metavar == RECORDS else ","
 
     def convert(self, value: object, where: str = "") -> object:
@@ -260,8 +260,8 @@ def from_flat(group_class: type[Group], values: Mapping[str, object], where: str
 
 
 def nearest(name: str, names: Collection[str]) -> str | None:
-    """Which of ``names``, in Python, an unknown ``name`` probably means: the same by another tool, or nearly the
-    same."""
+    """The one of ``names``, in Python, that an unknown ``name`` probably means: another tool's name for it, or nearly
+    the same name."""
     if OTHER_NAMES.get(name) in names:
         return OTHER_NAMES[name]
     return next(iter(get_close_matches(name, names, 1)), None)
@@ -356,7 +356,8 @@ def folds_of(declarations: Mapping[str, Declaration]) -> dict[Fold, list[Declara
 
 
 def unfold(fold: Fold, texts: Iterable[str], declarations: Mapping[str, Declaration]) -> dict[str, object]:
-    """What ``texts`` set, each NAME=VALUE,…, a TOML file of such values or a JSON object, by the names in Python.
+    """The values that ``texts`` set, each NAME=VALUE,…, a TOML file of such values or a JSON object, by the names in
+    Python.
 
     A switch needs no value, what has no name goes on with the text before it (``rank=8,targets=q_proj,v_proj``), and of
     a name that is given twice the last value counts. Raises UsageError for a name or a value that the fold does not
@@ -418,7 +419,7 @@ def _parsed(declaration: Declaration, text: str) -> object:
 
 
 def as_arguments(options: Options, without: Collection[str] = ()) -> list[str]:
-    """What of ``options`` differs from the defaults, as on the command line, except those ``without``."""
+    """The ``options`` that differ from the defaults, as on the command line, except those ``without``."""
     words: list[str] = []
     folded: dict[Fold, dict[str, Any]] = {}
     values, group_class = flat(options), type(options)

@@ -1,4 +1,4 @@
-"""What to measure of a model, and how."""
+"""The options for measuring a model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class BenchmarkOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring(Options):
-    """How to run the model."""
+    """The options for running the model."""
 
     PANEL: ClassVar[str] = "Running"
 
@@ -83,7 +83,7 @@ class Scoring(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Checking(Options):
-    """What `check` takes besides models: the records, when they count as forgotten, and how to run the model."""
+    """The options of `check` besides models: the records, when they count as forgotten, and how to run the model."""
 
     PANEL: ClassVar[str] = "Records"
 

@@ -1,4 +1,4 @@
-"""How a server publishes: noise, coordinates, storage."""
+"""The options for publishing: noise, coordinates, storage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HIDING_MARK = 0.1  # of the noise: changes its size by 0.5 %, and is found after
 
 @dataclass(frozen=True, kw_only=True)
 class Copies(Options):
-    """How many copies there are and how much of which noise each gets."""
+    """The number of copies, and the kinds and sizes of their noise."""
 
     PANEL: ClassVar[str] = "Noise and symmetries"
 
@@ -54,7 +54,7 @@ class Copies(Options):
 
     @property
     def count(self) -> int | None:
-        """How many copies are asked for; None for as many as are usual."""
+        """The number of copies that is asked for; None for the usual number."""
         factors = self.nodes if self.alphas is None else self.alphas
         if self.copies is not None or factors is None:
             return self.copies
@@ -63,7 +63,7 @@ class Copies(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Disguise(Copies):
-    """What every copy of a publication is hidden in."""
+    """The noise and the coordinates that hide every copy of a publication."""
 
     permanent_noise: float | None = option(
         None,
@@ -143,14 +143,14 @@ class Disguise(Copies):
 
 @dataclass(frozen=True, kw_only=True)
 class Stored(Options):
-    """In which dtype copies and models are written."""
+    """The dtype in which copies and models are written."""
 
     dtype: StoredDtype | None = option(None, "Store weights in this dtype (default: each tensor's own).")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerRate(Options):
-    """How much of the aggregated update becomes the next model."""
+    """The share of the aggregated update that becomes part of the next model."""
 
     server_lr: float | Literal["auto", "restore"] = option(
         RESTORE,
@@ -181,7 +181,7 @@ class ServerRate(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Aggregating(ServerRate, Stored):
-    """What ``mpu aggregate`` takes besides the files."""
+    """The options of ``mpu aggregate`` besides the files."""
 
     max_norm: float | None = option(
         None, "Refuse the round if the norm of a delta, or of the update, is above this.", metavar="NORM", above=0
@@ -211,7 +211,7 @@ class CalibrationOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Publishing(Options):
-    """What ``mpu publish`` takes besides the models and the files it writes."""
+    """The options of ``mpu publish`` besides the models and the files it writes."""
 
     PANEL: ClassVar[str] = "Noise and symmetries"
 

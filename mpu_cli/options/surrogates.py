@@ -1,4 +1,4 @@
-"""How surrogate records are made: what is released of the private ones, and what a copy is asked about it."""
+"""The options for surrogate records: the terms of private records that are released, and the questions about them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mpu_cli.options.unlearning import DEVICE, DP, DP_UNIT, MOST_EPSILON, ChatTe
 
 @dataclass(frozen=True, kw_only=True)
 class TermRelease(Options):
-    """The bound on what the released terms tell, and which terms are candidates."""
+    """The bound on what the released terms leak, and the candidates for terms."""
 
     PANEL: ClassVar[str] = "Differential privacy of the records"
 
@@ -41,7 +41,7 @@ class TermRelease(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Surrogates(Options):
-    """Everything that decides which surrogate records are made."""
+    """The options that decide which surrogate records are made."""
 
     release: TermRelease = group(TermRelease)
     reading: RecordFormat = group(RecordFormat)

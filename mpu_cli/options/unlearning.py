@@ -1,4 +1,4 @@
-"""How a client unlearns: records, prompts, losses, training, LoRA, differential privacy.
+"""The options for unlearning: records, prompts, losses, training, LoRA, differential privacy.
 
 ``unlearn``, ``run``, ``finetune`` and recipes read these groups; each takes those that it needs.
 """
@@ -40,7 +40,7 @@ GOAL = Fold("goal", "When records count as forgotten and the others as kept.")
 
 @dataclass(frozen=True, kw_only=True)
 class RecordFormat(Options):
-    """How files of records are read."""
+    """The options for reading files of records."""
 
     PANEL: ClassVar[str] = "Records"
 
@@ -98,7 +98,7 @@ class Records(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate(Options):
-    """What a chat template prints around a record."""
+    """The text that a chat template prints around a record."""
 
     PANEL: ClassVar[str] = "Records"
 
@@ -119,7 +119,7 @@ class ChatTemplate(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Prompts(ChatTemplate):
-    """How records become text."""
+    """The options for turning records into text."""
 
     template: Template | None = option(
         None, "The tokenizer's chat template, or 'Question: … Answer: …' (default: chat if available).", fold=READING
@@ -174,7 +174,7 @@ class Loss(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Training(Options):
-    """How to train; the defaults but the rate are the paper's, for models of 1B parameters."""
+    """The options for training; the defaults but the rate are the paper's, for models of 1B parameters."""
 
     PANEL: ClassVar[str] = "Training"
 
@@ -378,7 +378,7 @@ class Goal(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Stopping(Options):
-    """How long ``unlearn`` trains, if not for --epochs."""
+    """The length of the training of ``unlearn``, if not --epochs."""
 
     PANEL: ClassVar[str] = "Training"
 
@@ -391,7 +391,7 @@ class Stopping(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Checks(Options):
-    """What a copy is compared with before it is trained on."""
+    """The comparisons of a copy before it is trained on."""
 
     PANEL: ClassVar[str] = "Checks of the copy"
 
@@ -408,7 +408,7 @@ class Checks(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class Logging(Options):
-    """What training leaves behind besides its result."""
+    """The output of training besides its result."""
 
     PANEL: ClassVar[str] = "Training"
 

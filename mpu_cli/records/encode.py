@@ -41,8 +41,8 @@ MASK = "\ue000"  # a character for private use, in place of each of a control to
 
 @dataclass(frozen=True)
 class Limits:
-    """What a model can read: at most ``longest`` tokens, ``usual`` of which it was made for, numbered below
-    ``vocabulary``; None where there is no limit, or none is known."""
+    """The limits of what a model can read: at most ``longest`` tokens, ``usual`` of which it was made for, numbered
+    below ``vocabulary``; None where there is no limit, or none is known."""
 
     longest: int | None = None
     usual: int | None = None
@@ -63,31 +63,23 @@ class Example:
 
 @dataclass(frozen=True)
 class Encoding:
-    """How to tokenize records.
-
-    ``template`` "chat" is the tokenizer's own chat template; "plain" is ``Question: …\\nAnswer: …`` and the
-    end-of-sequence token; None is "chat" if the tokenizer has a template. ``limits`` are the model's; ``date`` is the
-    day that the template prints, if it prints one; ``variables`` are what it sees besides. Records longer than
-    ``truncate_to`` tokens are cut. The names of control tokens in the text of records are text, unless ``controls``.
-
-    What is remarkable of the records is noted with their places: those that were ``truncated``, that are ``long`` for
-    the model, that hold a control token's name (``marked``, by name), for each field of a message that the template
-    does not print, ``omitted``, and for each role that it does not mention, ``unmentioned``.
-    """
+    """A way to tokenize records, and the places of records that are remarkable, noted while they are encoded."""
 
     tokenizer: PreTrainedTokenizerBase
+    # "chat": the tokenizer's own chat template; "plain": Question: …\nAnswer: … and the end-of-sequence token;
+    # None: "chat" if the tokenizer has a template, else "plain".
     template: str | None = None
     system_prompt: str = SYSTEM_PROMPT
-    limits: Limits = Limits()
-    date: str = DATE
-    truncate_to: int | None = None
-    variables: Mapping[str, object] = field(default_factory=dict)
-    controls: bool = False
-    truncated: list[str] = field(default_factory=list)
-    long: list[str] = field(default_factory=list)
-    marked: dict[str, list[str]] = field(default_factory=dict)
-    omitted: dict[str, list[str]] = field(default_factory=dict)
-    unmentioned: dict[str, list[str]] = field(default_factory=dict)
+    limits: Limits = Limits()  # of the model
+    date: str = DATE  # the day that the template prints, if it prints one
+    truncate_to: int | None = None  # tokens, to which longer records are cut
+    variables: Mapping[str, object] = field(default_factory=dict)  # that the template sees besides
+    controls: bool = False  # read the names of control tokens in records as these tokens, not as text
+    truncated: list[str] = field(default_factory=list)  # records longer than ``truncate_to``
+    long: list[str] = field(default_factory=list)  # records longer than ``limits.usual``
+    marked: dict[str, list[str]] = field(default_factory=dict)  # records with a control token's name, by name
+    omitted: dict[str, list[str]] = field(default_factory=dict)  # by message field that the template does not print
+    unmentioned: dict[str, list[str]] = field(default_factory=dict)  # by role that the template does not mention
 
     @cached_property
     def _special_ids(self) -> set[int]:
@@ -125,7 +117,8 @@ class Encoding:
         return [self._within_limits(*each) for each in zip(records, outcomes, strict=True)]
 
     def _within_limits(self, record: Record, outcome: list[Example] | MpuError) -> list[Example] | MpuError:
-        """``outcome``, or that it has tokens which the model lacks; a record that is long for the model is noted."""
+        """``outcome``, or an error if it has tokens that the model lacks; a record that is long for the model is
+        noted."""
         if isinstance(outcome, MpuError):
             return outcome
         usual, vocabulary = self.limits.usual, self.limits.vocabulary
@@ -139,8 +132,8 @@ class Encoding:
         )
 
     def remarks(self, total: int) -> list[str]:
-        """What of the records encoded so far was not read, or not as it may seem, a sentence each; ``total``: how many
-        there were."""
+        """Remarks on the ``total`` records encoded so far, a sentence each: on parts that were not read, or not as it
+        may seem."""
         remarks = []
         if self.long:
             remarks.append(
@@ -448,8 +441,8 @@ def _with_arguments_as_text(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hint(record: Record, problem: object) -> str | None:
-    """What to do about a dialogue that a template rejected, if the template's date or the dialogue's roles tell; None
-    where the template's own words name the system's, which every record may have."""
+    """A hint about a dialogue that a template rejected, if the template's date or the dialogue's roles tell; None where
+    the template's own words name the system's, which every record may have."""
     if forms.COMPUTED_DATE in str(problem):
         return "--reading date cannot fix its date: use --reading template=plain, or write the format into strftime_now"
     if "system" in str(problem).lower():
@@ -463,7 +456,7 @@ def _hint(record: Record, problem: object) -> str | None:
 
 
 def no_template() -> MpuError:
-    """What to raise for a chat template that is asked for and not there."""
+    """The error for a chat template that is asked for and not there."""
     return MpuError(
         "the model's tokenizer has no chat template", "use --reading template=plain, or add a chat_template.jinja"
     )

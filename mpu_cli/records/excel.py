@@ -120,8 +120,8 @@ def _plain(value: float | date | time | timedelta) -> str:
 
 
 def shown_text(value: float | date | time | timedelta, number_format: str) -> str | None:
-    """What Excel shows of ``value`` in ``number_format``; None where that is not a simple format, or differs from
-    reader to reader.
+    """The text that Excel shows for ``value`` in ``number_format``; None where that is not a simple format, or differs
+    from reader to reader.
 
     >>> shown_text(0.125, "0.0%"), shown_text(1234, "00000"), shown_text(date(1987, 3, 5), "DD.MM.YYYY")
     ('12.5%', '01234', '05.03.1987')

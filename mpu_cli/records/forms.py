@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # One record: a dialogue that leads to an answer, or a text.
 
-Fields = tuple[tuple[str, Any], ...]  # what a message has besides role and content, such as tool_calls
+Fields = tuple[tuple[str, Any], ...]  # a message's fields besides role and content, such as tool_calls
 
 
 class Turn(NamedTuple):
@@ -50,19 +50,14 @@ class ContextTurn(Turn):
 
 @dataclass(frozen=True)
 class Record:
-    """Turns that lead to an answer or, without any turns, a text.
-
-    ``location`` is where the record was read from, for messages; ``alternate`` is an alternative answer (for DPO);
-    ``unit`` is whose record it is, if a field says so; ``answer_fields`` is what the answer's message has besides its
-    content, such as reasoning_content.
-    """
+    """Turns that lead to an answer or, without any turns, a text."""
 
     turns: tuple[Turn, ...]
     answer: str
-    location: str
-    alternate: str | None = None
-    unit: str | None = None
-    answer_fields: Fields = ()
+    location: str  # that the record was read from, for messages
+    alternate: str | None = None  # an alternative answer (for DPO)
+    unit: str | None = None  # the person whose record it is, if a field says so
+    answer_fields: Fields = ()  # of the answer's message besides its content, such as reasoning_content
 
     @property
     def question(self) -> str:
@@ -72,18 +67,18 @@ class Record:
 
     @property
     def identity(self) -> str:
-        """What makes two records equal to the letter, wherever they were read: the dialogue and its answer."""
+        """The dialogue and its answer as text, the same for records equal to the letter, wherever they were read."""
         return json.dumps([self.turns, self.answer, self.answer_fields], sort_keys=True)
 
     @property
     def key(self) -> str:
-        """What makes two records the same: they read alike but for case, white space and the form of characters, which
-        templates and tokenizers may take away."""
+        """The text that is the same for records that count as one: they read alike but for case, white space and the
+        form of characters, which templates and tokenizers may take away."""
         return _folded([self.turns, self.answer, self.answer_fields])
 
     @property
     def protected_as(self) -> str:
-        """What a privacy bound protects as one: whose record it is, if a field says so, else the same record."""
+        """The unit that a privacy bound protects: a person, if a field says whose record it is, else the record."""
         return f"record {self.key}" if self.unit is None else f"unit {self.unit}"
 
     @property
@@ -109,7 +104,7 @@ def digest_of_record(record: Record) -> str:
 
 
 def distinct(records: Sequence[Record]) -> list[Record]:
-    """Each record once, as it stands first."""
+    """Each record once, where it stands first."""
     by_key: dict[str, Record] = {}
     for record in records:
         by_key.setdefault(record.key, record)
@@ -151,8 +146,8 @@ def _folded(value: object) -> str:
 
 
 def remarks_on_units(records: Sequence[Record], unit: str | None) -> list[str]:
-    """Whom a privacy bound does not protect as one, a sentence each; ``unit``: the field that names whose records they
-    are, if there is one."""
+    """Remarks on persons whom a privacy bound does not protect as one, a sentence each; ``unit``: the field that names
+    whose records they are, if there is one."""
     if unit is not None:
         return []
     units = {record.protected_as for record in records}
@@ -281,7 +276,7 @@ def template_date(tokenizer: PreTrainedTokenizerBase, text: str) -> dict[str, ob
     return arguments
 
 
-# What to suggest for a row whose fields no form has.
+# Hints for a row whose fields no form has.
 
 QUESTIONS = ("question", "prompt", "instruction", "input", "query", "message", "customer", "user", "request", "ticket")
 ANSWERS = ("answer", "response", "reply", "output", "completion", "agent", "resolution", "assistant", "solution")
@@ -290,7 +285,7 @@ LONGEST_NAME = 40  # characters of a column's name; longer ones are records of a
 
 
 def columns_hint(row: Mapping[str, object], missing: str | None = None) -> str | None:
-    """How to name a question and its answer in a row of other fields, as far as their names tell; None if they do not.
+    """A hint that names a question and its answer in a row of other fields, as far as their names tell, else None.
 
     ``missing`` is a field that has no text: nothing is suggested if the row has it, in another type.
     """
@@ -344,7 +339,7 @@ MAIN_FIELDS = {
 }
 # Read beside the fields of a form, or by the evaluation.
 OTHER_FIELDS = {"alternate", "system", "set", "paraphrased_answer", "perturbed_answer", "paraphrased_question"}
-# What a message says of being trained on: OpenAI, Mistral, Together; axolotl; ms-swift; and, the other way, torchtune.
+# A message's marks for training: OpenAI, Mistral, Together; axolotl; ms-swift; and, the other way, torchtune.
 TRAINING_MARKS = ("weight", "train", "training", "loss", "masked")
 MARKED_PARTS = ("train_detail", "training_detail")  # axolotl's, of parts of a message
 CALLS = ("function_call", "tool_call")  # roles of assistants' messages whose text is a call as JSON
@@ -464,7 +459,7 @@ def is_context_only(message: Mapping[str, Any], location: str) -> bool:
 
 
 def unread_marks(row: object) -> set[str]:
-    """What a row's messages say of being trained on that no command reads: of others' messages, and of parts of one."""
+    """The marks of a row's messages about training that no command reads: on others' messages, and on parts of one."""
     unread = set()
     for message in _messages(row):
         role = role_of(message)
@@ -477,7 +472,7 @@ def unread_marks(row: object) -> set[str]:
 
 
 def context_only_answers(row: object) -> int:
-    """How many of a row's answers are marked as not to be trained on."""
+    """The number of a row's answers that are marked as not to be trained on."""
     return sum(is_context_only(message, "") for message in _messages(row) if role_of(message))
 
 
@@ -531,7 +526,7 @@ def parse_record(row: object, location: str) -> Record:
 
 
 def _role_name(message: object) -> str | None:
-    """What a message calls its role, under "role" or, in ShareGPT's form, "from"; None if it names none."""
+    """The role of a message in its own words, under "role" or, in ShareGPT's form, "from"; None if it names none."""
     if not isinstance(message, dict):
         return None
     name = message.get("role") if message.get("role") is not None else message.get("from")

@@ -1,4 +1,4 @@
-"""What a model still knows of records to forget and to keep, as shares of what it knew: from probabilities of answers.
+"""A model's knowledge of records to forget and to keep, as shares of what it knew: from probabilities of answers.
 
 A record's probability is the geometric mean over its answer tokens. A model that never saw a record, a *stranger*,
 gives its answer some probability all the same: that of unseen records under the same model or, record by record, that
@@ -21,7 +21,7 @@ CHANCE = 0.95  # of sets that nobody saw, so many have no more records that stan
 
 @dataclass(frozen=True)
 class Probabilities:
-    """Of each record to forget, and of each unseen one, under one model; both as arrays, ``unseen`` None without
+    """The probabilities of records to forget and of unseen ones under one model, as arrays; ``unseen`` is None without
     any."""
 
     forget: np.ndarray
@@ -32,13 +32,13 @@ class Probabilities:
         return cls(np.asarray(forget, float), np.asarray(unseen, float) if unseen else None)
 
     def drawn(self, forget: np.ndarray, unseen: np.ndarray) -> Probabilities:
-        """Those of the records with these numbers."""
+        """The probabilities of the records with these numbers."""
         return Probabilities(self.forget[forget], None if self.unseen is None else self.unseen[unseen])
 
 
 @dataclass(frozen=True)
 class Tail:
-    """How many of ``records`` to forget stand out, by a probability above the strangers' TAIL quantile, and how many
+    """The counts of ``records`` to forget that stand out, by a probability above the strangers' TAIL quantile, and that
     are given word for word; and how many of both are ``allowed``: by chance, or by the limit of what may be left."""
 
     records: int
@@ -79,7 +79,7 @@ def share_left(after: Probabilities, before: Probabilities, public: Probabilitie
 
 def error_of_share_left(after: Probabilities, before: Probabilities, public: Probabilities | None = None) -> float:
     """The standard error of ``share_left`` over the draw of records, those that were known before taken as given: of
-    what exceeds the baseline, for how far below it a record is says nothing of what is left."""
+    what exceeds the baseline, because how far a record is below it is irrelevant to what is left."""
     known = _signed(before, public)
     if known < LEAST_KNOWN:
         return math.inf
@@ -143,7 +143,7 @@ def share_kept(after: Sequence[float] | np.ndarray, before: Sequence[float] | np
 
 
 def _excess(model: Probabilities, public: Probabilities | None) -> tuple[np.ndarray, np.ndarray | None]:
-    """By how much each record to forget exceeds its baseline, and each unseen one; None without unseen ones.
+    """The excess of each record to forget over its baseline, and of each unseen one; None without unseen ones.
 
     A public model's probabilities are scaled by what training did to those of unseen records since.
     """

@@ -63,7 +63,7 @@ JSON_LINES_SUFFIXES = (".jsonl", ".ndjson")
 TABLE_SUFFIXES = (".csv", ".tsv")
 PARQUET_SUFFIX, EXCEL_SUFFIX = ".parquet", ".xlsx"
 RECORD_SUFFIXES = (*TEXT_SUFFIXES, *JSON_LINES_SUFFIXES, ".json", *TABLE_SUFFIXES, PARQUET_SUFFIX, EXCEL_SUFFIX)
-# What offices keep records in and this does not read.
+# Files in which offices keep records, and which are not read here.
 OFFICE_FILES = {
     ".doc": "a Word document", ".docx": "a Word document", ".odt": "a text document", ".pdf": "a PDF",
     ".rtf": "a text document", ".ods": "a spreadsheet", ".xls": "an old Excel file",
@@ -74,7 +74,7 @@ MOST_EXPANDED, SMALL = 100, 1 << 20  # times the size of a compressed file and t
 PARAGRAPHS = "paragraphs"  # of --reading split
 # Files that come with a data set and hold none of its records, by their names without the last suffix.
 DOCUMENTATION = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog)([-_.][a-z0-9.]{1,12})?", re.I)
-# What save_to_disk of datasets writes beside its tables, and what old versions of push_to_hub did.
+# Files that save_to_disk of datasets writes beside its tables, and that old versions of push_to_hub wrote.
 DATASET_DICT, DATASET_STATE = "dataset_dict.json", "state.json"
 DATASET_FILES = ("dataset_info.json", "dataset_infos.json")
 
@@ -163,7 +163,7 @@ def _is_beside_the_data(file: Path, folder: Path) -> bool:
 
 
 def _splits_of(folder: Path, files: Sequence[Path]) -> dict[str, set[Path]]:
-    """Which of the ``files`` in a folder are of each split, as datasets reads it. Raises MpuError if it cannot.
+    """The ``files`` in a folder that belong to each split, as datasets reads it. Raises MpuError if it cannot.
 
     datasets sees links to these files, in a folder of ours, and of the README only which of them are of which split:
     it would read from whatever address stands there.
@@ -220,7 +220,7 @@ class _Card(Document):
 
 
 def _card_of(folder: Path) -> str | None:
-    """What the README in ``folder`` says of splits, as a README of ours; None if it says nothing of them.
+    """The lines about splits in the README in ``folder``, as a README of ours; None if it has none.
 
     Raises MpuError for what is not YAML, or names files that are not in the folder.
     """
@@ -320,11 +320,11 @@ def _read_text(path: Path, encoding: str | None) -> str:
         raise UsageError(f"--encoding {encoding}: not an encoding", "name one such as cp1252 or utf-16") from error
 
 
-_PIPES: dict[tuple[int, int], bytes] = {}  # what came out of pipes, by device and number
+_PIPES: dict[tuple[int, int], bytes] = {}  # the contents of pipes, by device and number
 
 
 def _read_pipe(path: Path) -> bytes:
-    """What a pipe held: commands read some records twice, and a pipe gives them once."""
+    """The contents of a pipe: commands read some records twice, and a pipe gives them once."""
     status = path.stat()
     pipe = status.st_dev, status.st_ino
     if pipe not in _PIPES:
@@ -333,7 +333,7 @@ def _read_pipe(path: Path) -> bytes:
 
 
 def _room_for(path: Path) -> int:
-    """The most bytes that what a compressed file holds may have."""
+    """The most bytes that the contents of a compressed file may have."""
     return MOST_EXPANDED * (path.stat().st_size + SMALL)
 
 
@@ -455,8 +455,8 @@ def _cell(text: str) -> str:
 
 
 def _delimiter(table: str, header: str, path: Path) -> str:
-    """Which of DELIMITERS gives the header most columns, of those by which the first rows have as many as the header,
-    if there are some. Raises MpuError if that is true of several."""
+    """The one of DELIMITERS that gives the header most columns, of those by which the first rows have as many as the
+    header, if there are some. Raises MpuError if that is true of several."""
     counts = {mark: _column_count(header, mark) for mark in DELIMITERS}
     fitting = [mark for mark, count in counts.items() if count > 1 and _has_columns(table, mark, count)]
     marks = fitting or DELIMITERS
@@ -715,7 +715,7 @@ def _rows_of_hub(name: str, config: str | None, split: str | None) -> Iterator[R
 
 
 def paragraphs_in(record: Record) -> int:
-    """How many paragraphs a whole file of plain text has, which is one record; 1 for any other record."""
+    """The number of paragraphs of a whole file of plain text, which is one record; 1 for any other record."""
     if record.turns or suffix_of(Path(record.location)) not in TEXT_SUFFIXES:
         return 1
     return sum(1 for paragraph in _BLANK_LINES.split(record.answer) if paragraph.strip())

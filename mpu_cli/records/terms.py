@@ -1,4 +1,4 @@
-"""What records are about: names in capitals, as pairs of neighbouring words or single ones."""
+"""The terms that records are about: names in capitals, as pairs of neighbouring words or single ones."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def prompt_of(record: Record, placeholder: str) -> str | None:
 
 
 def _occurrences(record: Record) -> dict[str, int]:
-    """How often each term occurs, in the order of ``terms_of``."""
+    """The number of occurrences of each term, in the order of ``terms_of``."""
     occurrences: Counter[str] = Counter()
     for text in texts_of(record):
         for words, begins_sentence in _names(text):

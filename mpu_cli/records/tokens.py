@@ -46,7 +46,7 @@ class TokenizedText:
 
 
 def common_prefix_length(text: str, other_text: str) -> int:
-    """How many characters two texts begin with alike."""
+    """The number of characters that two texts begin with alike."""
     pairs = enumerate(zip(text, other_text, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other_text)))
 
@@ -102,8 +102,8 @@ def decode(
 def with_offsets(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool = True, controls: bool = True
 ) -> list[TokenizedText | ValueError]:
-    """As ``of_texts``, with the characters that each token stands for; without ``controls``, the names of control
-    tokens are text like any other."""
+    """The tokens of each text as in ``of_texts``, with the characters that each token stands for; without ``controls``,
+    the names of control tokens are text like any other."""
     failed = _failures(tokenizer, texts, special)
     possible = [text for i, text in enumerate(texts) if i not in failed]
     if not tokenizer.is_fast:
@@ -114,7 +114,7 @@ def with_offsets(
 
 
 def _failures(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool) -> dict[int, ValueError]:
-    """By index, why texts cannot be tokenized, found out in the process with limits."""
+    """The errors of texts that cannot be tokenized, by index, found out in the process with limits."""
     failed: dict[int, ValueError] = {}
     if texts and (json := _backend_json(tokenizer)):
         for i, (worked, outcome) in enumerate(PROCESS.tokenize(json, texts, special)):

@@ -1,4 +1,4 @@
-"""What trainings and releases spend of the records' privacy, by dp-accounting.
+"""The privacy of records that trainings and releases spend, by dp-accounting.
 
 Privacy loss distributions (Koskela et al., 2020) compose what mechanisms really leak; Rényi bounds, which DP-SGD is
 often accounted by, overstate ε (docs/bounds_and_tracing.md).

@@ -65,8 +65,8 @@ def refuse(signs: Sequence[str], source: str, trusted: bool, observer: Observer)
 
 
 def against_public(copy: Model, tokenizer: PreTrainedTokenizerBase, public: Model, texts: Sequence[str]) -> list[str]:
-    """How ``copy`` differs from a public model of which it is said to be a fine-tune: configuration, ties, tensors,
-    tokenizer, also on ``texts`` as they are, and the norms that no symmetry changes."""
+    """The differences of ``copy`` from a public model of which it is said to be a fine-tune: configuration, ties,
+    tensors, tokenizer, also on ``texts`` as they are, and the norms that no symmetry changes."""
     signs = []
     config, public_config = clean_config(copy.config), clean_config(public.config)
     odd = []
@@ -121,7 +121,7 @@ def _unlike_parts(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizer
 
 
 def _norms_apart(copy: Checkpoint, public: Checkpoint, name: str) -> bool:
-    """Whether a matrix's norm, or the range of its rows' norms, is of another size than in the public model.
+    """Whether a matrix's norm, or the range of its rows' norms, differs in size from the public model's.
 
     Permutations and changes of sign keep the norms of rows up to their order, rotations of heads that of the matrix.
     """
@@ -155,7 +155,7 @@ class Units:
 
 @torch.no_grad()
 def ffn_units(model: PreTrainedModel, examples: Sequence[Example]) -> list[Units]:
-    """How the units of each FFN respond to the client's own records, from one forward pass of LOOKED_AT of them.
+    """The responses of the units of each FFN to the client's own records, from one forward pass of LOOKED_AT of them.
 
     Of experts, which see few positions each, only the weights are judged: ``twin_units``.
     """
@@ -183,7 +183,7 @@ def ffn_units(model: PreTrainedModel, examples: Sequence[Example]) -> list[Units
 
 
 class _Activity:
-    """How active each unit of a layer is over all positions, in sums: the activations of all layers would take
+    """The activity of each unit of a layer over all positions, in sums: the activations of all layers would take
     gigabytes."""
 
     def __init__(self) -> None:
@@ -213,8 +213,8 @@ def _units(name: str, activity: _Activity, weight: torch.Tensor) -> Units:
 
 
 def twin_units(model: PreTrainedModel, *, of_experts: bool) -> list[Units]:
-    """Which units of each FFN, or ``of_experts`` alone, are parallel to each other, from their weights: of stacks
-    (experts, rows, columns), too. How rare units of experts are follows from routing, and has no limits yet."""
+    """The units of each FFN, or ``of_experts`` alone, that are parallel to each other, from their weights: of stacks
+    (experts, rows, columns), too. The rarity of experts' units follows from routing, and has no limits yet."""
     units = []
     for name, weight in model.named_parameters():
         module_name = name.removesuffix(".weight")

@@ -65,7 +65,7 @@ SETS_OF_OPTION = {
 
 @dataclass(frozen=True)
 class Dataset:
-    """What to forget and what to keep.
+    """The records to forget and to keep.
 
     ``alternates`` are answers for DPO to prefer where a record has none of its own. ``held_out`` are retain records
     that are scored and not trained on, ``unseen`` records that the model never saw, for comparison.
@@ -89,7 +89,7 @@ class Dataset:
         return [record for records in self.sets.values() for record in records]
 
     def warnings(self, privacy: Privacy) -> list[str]:
-        """What is probably not as intended, a sentence each; under a ``privacy`` bound, also whom it protects."""
+        """Probable mistakes, a sentence each; under a ``privacy`` bound, also whom it protects."""
         remarks = []
         for records in self.sets.values():
             paragraphs = paragraphs_in(records[0]) if len(records) == 1 else 1

@@ -1,4 +1,4 @@
-"""What a training changed, written as a delta."""
+"""The change that a training made, written as a delta."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class FullChange:
         return {piece.file_name: piece.shape for pieces in self._names.values() for piece in pieces}
 
     def wrap(self, model: PreTrainedModel) -> PreTrainedModel:
-        """What is trained in place of ``model``."""
+        """The model that is trained in place of ``model``."""
         return model
 
     def tensors(self, trained: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -85,7 +85,8 @@ Change = FullChange | LoraChange
 
 
 def change_of(options: Unlearning, model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> Change:
-    """What training ``model``, loaded from ``checkpoint``, will return. Raises MpuError if the files do not fit it."""
+    """The change that training ``model``, loaded from ``checkpoint``, will return. Raises MpuError if the files do not
+    fit it."""
     names = names_in_files(model, checkpoint, options.train_embeddings)
     if options.lora.lora_rank is not None:
         per_record = options.privacy.dp_epsilon is not None  # Opacus forms gradients in the dtype of inputs

@@ -1,4 +1,4 @@
-"""How a training is carried out: its precision, compiled layers, several processes, and checkpoints.
+"""The execution of a training: its precision, compiled layers, several processes, and checkpoints.
 
 Precisions are float64 throughout, float32 with rounded matrix products, and bfloat16 layers.
 """
@@ -129,7 +129,7 @@ Value = TypeVar("Value")
 
 
 def from_first(make: Callable[[], Value]) -> Value:
-    """What ``make`` returns in the first process, given to all. Tensors in it have to be on the CPU."""
+    """The result of ``make`` in the first process, given to all. Tensors in it have to be on the CPU."""
     state = PartialState()
     if state.num_processes == 1:
         return make()
@@ -190,7 +190,7 @@ SEAL = "mpu-seal.json"  # in a checkpoint: the MAC of its other files
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Those of one training in ``folder``, under the client's ``secret``; ``training`` is a digest of what is trained.
+    """The checkpoints of one training in ``folder``, under the client's ``secret``; ``training`` is its digest.
 
     Each is sealed with a MAC of its files. One that lies there without was written by somebody else, or not finished:
     its weights would be trained on unseen, and three of its files are pickles.
@@ -202,11 +202,11 @@ class Checkpoints:
 
     @property
     def name(self) -> str:
-        """What a log calls the training: the name of its delta."""
+        """The name of the training in a log: that of its delta."""
         return self.folder.name.removesuffix(".resume")
 
     def of_step(self, step: int) -> Path:
-        """Where the checkpoint of ``step`` is."""
+        """The path of the checkpoint of ``step``."""
         return self.folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
     def seal(self, step: int) -> None:

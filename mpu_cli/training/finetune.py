@@ -61,8 +61,8 @@ def memorise(
 
 @dataclass(frozen=True)
 class Finetuned:
-    """What ``finetune`` made: the model, the loss of each step, and the share of the change's norm that storage in the
-    tensors' own dtypes rounded away."""
+    """The result of ``finetune``: the model, the loss of each step, and the share of the change's norm that storage in
+    the tensors' own dtypes rounded away."""
 
     path: Path
     losses: list[float]

@@ -41,7 +41,7 @@ from mpu_cli.training.rates import with_epochs, with_precision
 from mpu_cli.training.requests import Continuation
 from mpu_cli.training.stopping import StoppingRule
 
-# What can be said of options, records and a copy before anything is trained.
+# Checks of options, records and a copy before anything is trained.
 
 ROTATED = ("paper", "all")  # sets of symmetries that do more than permute coordinates and change their signs
 PRECISIONS = {  # dtype of the weights
@@ -223,12 +223,12 @@ def check_finite(model: PreTrainedModel, copy: Model) -> None:
 
 
 def without_numbers(copy: Model) -> MpuError:
-    """What to say of a copy whose losses on the client's records are not finite."""
+    """The error for a copy whose losses on the client's records are not finite."""
     problem = f"{copy.source}: gives no probabilities on your records, only NaN or Inf"
     return MpuError(problem, "ask its owner for a copy that computes")
 
 
-# What identifies a training: to the client's ledger, to the server as a tag, to the checkpoints that it resumes.
+# The identity of a training: to the client's ledger, to the server as a tag, to the checkpoints that it resumes.
 
 
 def decisive_options(options: Unlearning) -> dict[str, object]:
@@ -247,7 +247,7 @@ def decisive_options(options: Unlearning) -> dict[str, object]:
 
 
 def entry_of(job: TrainingJob, loaded: LoadedCopy) -> LedgerEntry:
-    """What the ledger keeps of a training."""
+    """The ledger's entry of a training."""
     reading_context, records = job.copy.reading_context, records_digest(job.data)
     options, weights = job.options, loaded.fingerprint
     training = _digest(
@@ -282,31 +282,25 @@ def digest_of_training(job: TrainingJob, loaded: LoadedCopy) -> str:
 
 @dataclass(frozen=True)
 class TrainingJob:
-    """One training on ``copy``, before anything is loaded.
-
-    ``options`` have the seed of the copy's round; ``target``: the delta to write; ``read_reference``: whether the
-    reference file exists and is read; ``secret``: gives the client's; ``stopping_rule``: None for a number of epochs;
-    ``start``: the earlier change that the training goes on from; ``is_alone``: whether this is the only
-    process: of several, none has the whole model.
-    """
+    """One training on ``copy``, before anything is loaded."""
 
     copy: Model
     manifest: CopyManifest | None
     data: Dataset
-    options: Unlearning
+    options: Unlearning  # with the seed of the copy's round
     objective: Objective
-    target: Path
+    target: Path  # of the delta
     logging: Logging
     reference_file: Path | None
-    read_reference: bool
-    secret: Callable[[], bytes] | None
+    read_reference: bool  # the reference file exists and is read
+    secret: Callable[[], bytes] | None  # returns the client's secret
     ledger: Path | None
     checks: Checks | None
-    stopping_rule: StoppingRule | None
-    start: Continuation | None
+    stopping_rule: StoppingRule | None  # None for a number of epochs
+    start: Continuation | None  # the earlier change from which the training continues
     observer: Observer
     is_main_process: bool
-    is_alone: bool
+    is_alone: bool  # the only process; of several, none has the whole model
 
     @property
     def public(self) -> str | None:
@@ -316,18 +310,15 @@ class TrainingJob:
 
 @dataclass(frozen=True)
 class LoadedCopy:
-    """The copy in memory, the change that is trained and where it goes (``output``, None but in the main process).
-
-    ``fingerprint``: of the copy's weights, "" where nothing needs it; ``private``: how DP-SGD trains, None without it.
-    """
+    """The copy in memory, and the change that is trained."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     change: Change
     specs: TensorSpecs
-    output: Path | None
-    fingerprint: str
-    private: Plan | None
+    output: Path | None  # the path that the change is written to, None but in the main process
+    fingerprint: str  # of the copy's weights, "" where nothing needs it
+    private: Plan | None  # of DP-SGD, None without it
 
 
 def prepare_job(
@@ -410,13 +401,13 @@ def load_copy(job: TrainingJob, transaction: Transaction) -> LoadedCopy:
 
 
 def plan_privately(data: Dataset, options: Unlearning, objective: Objective) -> Plan:
-    """How often DP-SGD reads each record or person, and its noise."""
+    """The rates at which DP-SGD reads records or persons, and its noise."""
     units = {name: [record.protected_as for record in records] for name, records in sets_of(data, objective).items()}
     return plan(units, options.training, options.privacy, epochs=epochs_of(options))
 
 
 def misfits(manifest: CopyManifest | None, options: Unlearning) -> list[str]:
-    """What of ``options`` does not suit the copy, a sentence each."""
+    """The ``options`` that do not suit the copy, a sentence each."""
     if not (manifest and manifest.symmetries in ROTATED and OPTIMIZERS[options.training.optim].elementwise):
         return []
     return [

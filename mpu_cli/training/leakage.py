@@ -1,4 +1,4 @@
-"""What a server reads off a delta about the tokens of the records, played by the client before it sends it.
+"""The attack of a server that reads the tokens of records off a delta, played by the client before it sends it.
 
 The reader knows the model before, its tokenizer, and the delta in the model's own coordinates, which are as good as the
 copy's for this: every rule looks at rows and directions together with the weights that they belong to. Which rule is
@@ -129,23 +129,19 @@ def _unit(rows: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class LeakageReading:
-    """What one rule reads off one tensor.
-
-    ``auc``: AUC of the tokens of records to forget only, or of the records, against those of records to keep
-    (0.5 is chance); ``precision`` and ``recall`` of the tokens that it lists as read. None where a rule makes no such
-    claim.
-    """
+    """The claims of one rule about one tensor, None where it makes no such claim."""
 
     tensor: str
     rule: str
+    # Of the tokens of records to forget only, or of the records, against those of records to keep; 0.5 is chance.
     auc: float | None = None
-    precision: float | None = None
+    precision: float | None = None  # of the tokens that the rule lists as read; so is ``recall``
     recall: float | None = None
     fact: str | None = None
 
     @property
     def tells(self) -> bool:
-        """Whether a server learns something from it that it should be told about."""
+        """Whether a server learns something from it of which the client should be warned."""
         listed = self.precision is not None and self.recall is not None and min(self.precision, self.recall) > 0.5
         return listed or self.fact is not None or (self.auc or 0.0) > MIN_AUC
 
@@ -159,7 +155,7 @@ def _auc(positives: Sequence[float], negatives: Sequence[float]) -> float:
 def readings(
     model: PreTrainedModel, before: Checkpoint, delta: Checkpoint, forget: Sequence[Example], retain: Sequence[Example]
 ) -> list[LeakageReading]:
-    """What the rules read off ``delta``, a full one or LoRA's, of the model in ``before``, loaded as ``model``.
+    """The rules' readings of ``delta``, a full one or LoRA's, of the model in ``before``, loaded as ``model``.
 
     Of each embedding: the rows that moved if some did not, and the best of RULES, chosen with the truth as a server can
     with a delta of its own.
@@ -247,7 +243,7 @@ def _change(delta: Checkpoint, name: str) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class _Tokens:
-    """Which tokens of the vocabulary occur in records to forget and to keep, without those that all records have."""
+    """The tokens of the vocabulary that occur in records to forget and to keep, without those that all records have."""
 
     forget: frozenset[int]
     retain: frozenset[int]
@@ -294,7 +290,7 @@ class _Tokens:
 def audit(
     copy: str, delta: Path, forget: Sequence[Record], retain: Sequence[Record], prompts: Prompts
 ) -> list[LeakageReading]:
-    """What the rules read off ``delta``, made from ``copy`` with these records.
+    """The rules' readings of ``delta``, made from ``copy`` with these records.
 
     Raises MpuError if the delta is not the copy's, or nothing in it can be read by these rules.
     """

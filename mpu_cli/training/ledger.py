@@ -1,4 +1,4 @@
-"""The client's own record of all that it made of its records, and what that spends together of their privacy.
+"""The client's own list of all that it made of its records, and of the privacy that this spends together.
 
     CONFIG/mpu/ledger.jsonl    a line for each training on a copy and each release of terms, mode 0600
 
@@ -26,7 +26,7 @@ LOSSES_OF, SCHEDULE_OF = "losses_of", "schedule_of"  # lines that add to an earl
 
 @dataclass(frozen=True)
 class RoundSchedule:
-    """What all copies of a round have to share for the noise to cancel, as the first one settled it."""
+    """The schedule that all copies of a round have to share for the noise to cancel, as the first one settled it."""
 
     steps: int
     level: float  # of the hinge loss, in nats per token
@@ -36,36 +36,26 @@ class RoundSchedule:
 
 @dataclass(frozen=True)
 class LedgerEntry:
-    """One training, or one release of terms (``algorithm`` is then its command).
+    """One training, or one release of terms."""
 
-    ``identity`` is the same for one that was interrupted and resumed; ``weights`` is the fingerprint of what was
-    trained, which its owner cannot choose as it can the names of a copy, ``data`` a digest of the records; ``forget``
-    and ``retain`` are its losses per answer token before; ``reading_context`` is a digest of its tokenizer, template
-    and config, the same for all copies of a round. ``mechanism`` is the bound of a training, ``release`` that of a
-    release; ``public``: the records were public or surrogates, so nothing is spent; ``unit``: the field that names the
-    persons that the bound is for, None if it is for records. ``training``: a digest of everything that decides the
-    training but the copy, equal for the copies of a round; ``round_schedule``: of one that stopped when it was done.
-    ``tags``: of the records, where there is a bound.
-    """
-
-    identity: str
+    identity: str  # the same after an interrupted training was resumed
     run: str
     round: int
     copy: int
-    weights: str
-    algorithm: str
+    weights: str  # fingerprint of what was trained, which its owner cannot choose as it can the names of a copy
+    algorithm: str  # or the command that released terms
     records: int
-    forget: float | None = None
+    forget: float | None = None  # loss per answer token before the training; so is ``retain``
     retain: float | None = None
-    mechanism: Mechanism | None = None
-    data: str = ""
-    reading_context: str = ""
-    release: Release | None = None
-    public: bool = False
-    unit: str | None = None
-    training: str = ""
-    round_schedule: RoundSchedule | None = None
-    tags: tuple[str, ...] = ()
+    mechanism: Mechanism | None = None  # the bound of a training
+    data: str = ""  # digest of the records
+    reading_context: str = ""  # digest of tokenizer, template and config, the same for all copies of a round
+    release: Release | None = None  # the bound of a release
+    public: bool = False  # the records were public or surrogates, so nothing is spent
+    unit: str | None = None  # the field that names the persons that the bound is for, None if it is for records
+    training: str = ""  # digest of everything that decides the training but the copy, equal for the copies of a round
+    round_schedule: RoundSchedule | None = None  # of a training that stopped when it was done
+    tags: tuple[str, ...] = ()  # of the records, where there is a bound
 
     def may_bound(self, tags: Collection[str]) -> bool:
         """Whether it has a bound that was for one of the records with these ``tags``; without tags of its own, it may
@@ -73,7 +63,7 @@ class LedgerEntry:
         return bool(self.mechanism or self.release) and (not self.tags or not set(self.tags).isdisjoint(tags))
 
     def spendings(self, unit: str | None) -> list[Spending]:
-        """What it spends of the privacy of each ``unit``, a field that names persons or None for a record: nothing, one
+        """The privacy that it spends of each ``unit``, a field that names persons or None for a record: nothing, one
         bound, or None in place of a bound. Protecting persons protects their records, and not the other way round."""
         if self.public:
             return []
@@ -91,7 +81,7 @@ class _Losses(Document):
 
 
 class _Course(Document):
-    """A later line, with how long the training ``schedule_of``, an identity, took."""
+    """A later line, with the schedule that the training ``schedule_of``, an identity, took."""
 
     schedule_of: str
     round_schedule: RoundSchedule
@@ -138,13 +128,13 @@ def read_ledger(path: Path) -> list[LedgerEntry]:
 
 
 def write_losses(path: Path, identity: str, forget: float, retain: float | None) -> None:
-    """Add the losses before a training, once they are known, to what the ledger says of it."""
+    """Add the losses before a training, once they are known, to its entry in the ledger."""
     with alone_with_private(path):
         append_line(path, {LOSSES_OF: identity, "forget": forget, "retain": retain})
 
 
 def write_round_schedule(path: Path, identity: str, round_schedule: RoundSchedule) -> None:
-    """Add to what the ledger says of a training the schedule that it took: the other copies of its round follow it."""
+    """Add the schedule that a training took to its entry in the ledger: the other copies of its round follow it."""
     with alone_with_private(path):
         append_line(path, {SCHEDULE_OF: identity, "round_schedule": asdict(round_schedule)})
 
@@ -209,7 +199,7 @@ def epsilon_of(
 
 
 def summary(entries: Sequence[LedgerEntry]) -> Mapping[str, object]:
-    """What a ledger holds, for people."""
+    """The contents of a ledger, for people."""
     trainings = [each for each in entries if each.release is None]
     private = sum(each.mechanism is not None for each in trainings)
     public = sum(each.public for each in trainings)

@@ -111,7 +111,7 @@ SETS_OF_TERM = {"forget": ("forget", "alternate"), "retain": ("retain",)}  # the
 
 
 class MicroBatches(Dataset):
-    """What the data loader reads: the schedule, each step split into ``parts`` micro-batches for each of the
+    """The data that the loader reads: the schedule, each step split into ``parts`` micro-batches for each of the
     ``passes``, which are the terms that are computed from one pass of the model.
 
     Examples of one length go together, whatever set they are of, so that little is padded.
@@ -135,7 +135,7 @@ class MicroBatches(Dataset):
         return {**self._batch(*self._at(index)), "number": index}
 
     def records_of(self, index: int) -> int:
-        """How many records a micro-batch has."""
+        """The number of records of a micro-batch."""
         return len(self._at(index)[1])
 
     def pieces(self, index: int, most: int) -> Iterator[dict[str, Any]]:
@@ -378,7 +378,7 @@ def outside_layers(model: PreTrainedModel) -> list[torch.Tensor]:
     return [m.weight for m in model.modules() if isinstance(m, torch.nn.Embedding) or m is head]
 
 
-DUAL = "mpu_dual"  # where the Trainer's state keeps α
+DUAL = "mpu_dual"  # the entry for α in the Trainer's state
 NO_LOGGING = Logging()
 
 
@@ -567,7 +567,7 @@ def _arguments(
     )
     arguments._n_gpu = min(arguments.n_gpu, 1)  # the Trainer would split a batch over all visible GPUs
     if arguments.world_size == 1:
-        arguments.__dict__["_setup_devices"] = device  # where the model is; transformers would take the first GPU
+        arguments.__dict__["_setup_devices"] = device  # the model's; transformers would take the first GPU
     return arguments
 
 

@@ -230,7 +230,7 @@ def principal_inputs(weight: torch.Tensor, rank: int) -> torch.Tensor:
 
 
 def _last_eigenvectors(gram: torch.Tensor, count: int) -> torch.Tensor:
-    """Those of the ``count`` largest eigenvalues, as columns: (n, count), or (n, n) if there are no more."""
+    """The eigenvectors of the ``count`` largest eigenvalues, as columns: (n, count), or (n, n) if there are no more."""
     if gram.device.type != "cpu":
         return torch.linalg.eigh(gram).eigenvectors[:, -count:]
     from scipy.linalg import eigh  # on a CPU three times as fast as torch's, which computes all of them

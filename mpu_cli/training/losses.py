@@ -31,19 +31,14 @@ Kind = TypeVar("Kind")
 
 @dataclass(frozen=True)
 class Scores:
-    """A model's outputs on the labelled tokens of (a part of) a step.
+    """A model's outputs on the labelled tokens of (a part of) a step."""
 
-    ``targets``: these tokens, (tokens,); ``logits``: of each token; ``hidden``: (tokens, width), of the requested
-    layer, or None; ``rows``: (tokens,), the example of each token; ``weights``: (examples,), 0 for one that only fills
-    up a part. ``step_tokens`` and ``step_examples`` are counts over the whole step.
-    """
-
-    targets: torch.Tensor
-    logits: Logits
-    hidden: torch.Tensor | None
-    rows: torch.Tensor
-    weights: torch.Tensor
-    step_tokens: int
+    targets: torch.Tensor  # the labelled tokens, (tokens,)
+    logits: Logits  # of each token
+    hidden: torch.Tensor | None  # (tokens, width), of the requested layer
+    rows: torch.Tensor  # (tokens,), the example of each token
+    weights: torch.Tensor  # (examples,), 0 for one that only fills up a part
+    step_tokens: int  # in the whole step; so is ``step_examples``
     step_examples: int
 
     @cached_property
@@ -93,16 +88,12 @@ class Scores:
 
 @dataclass(frozen=True)
 class Frozen:
-    """The frozen copy's outputs on the same tokens; None where not requested.
+    """The frozen copy's outputs on the same tokens; None where not requested."""
 
-    ``log_probs``: log p_ref,i, (examples,); ``logits``: z_ref of each token; ``hidden``: (tokens, width);
-    ``direction``: RMU's, one for the whole model, of length 1, (width,).
-    """
-
-    log_probs: torch.Tensor | None = None
-    logits: Logits | None = None
-    hidden: torch.Tensor | None = None
-    direction: torch.Tensor | None = None
+    log_probs: torch.Tensor | None = None  # log p_ref,i, (examples,)
+    logits: Logits | None = None  # z_ref of each token
+    hidden: torch.Tensor | None = None  # (tokens, width)
+    direction: torch.Tensor | None = None  # RMU's, one for the whole model, of length 1, (width,)
 
 
 @dataclass(frozen=True)
@@ -115,19 +106,20 @@ class TermInputs:
 
 @dataclass(frozen=True)
 class Constants:
-    """Constants of the losses, named like their options: ``gamma`` and ``alpha`` weigh the forget and the retain term;
-    the docstring of each loss has the others in its equation. ``level`` is in nats per token; ``layer`` is counted
-    from 0. With a ``dual_rate``, ``alpha`` is what a training starts with: it grows by so much for each nat that a
-    step's retain term is above ``retain_limit``, and falls below it."""
+    """Constants of the losses, named like their options; the docstring of each loss shows those that it reads.
 
-    gamma: float = 1.0
-    alpha: float = 1.0
+    With a ``dual_rate``, ``alpha`` is only the value at the start: it grows by this rate for each nat that a step's
+    retain term is above ``retain_limit``, and falls below it.
+    """
+
+    gamma: float = 1.0  # the weight of the forget term
+    alpha: float = 1.0  # the weight of the retain term
     beta: float = 0.1
     beta1: float = 5.0
     beta2: float = 1.0
     simnpo_delta: float = 0.0
-    level: float = -3.0
-    layer: int = 7
+    level: float = -3.0  # in nats per token
+    layer: int = 7  # counted from 0
     coefficient: float = 2.0
     retain_limit: float = 0.05
     dual_rate: float = 0.0
@@ -144,8 +136,8 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def locate_answers(labels: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Where tokens are predicted from, by labels (examples, length): ``rows`` and ``columns`` of the positions before
-    them, and the tokens, ``targets``, all (tokens,), example by example."""
+    """The places that tokens are predicted from, by labels (examples, length): ``rows`` and ``columns`` of the
+    positions before them, and the tokens, ``targets``, all (tokens,), example by example."""
     labelled = labels[:, 1:] != IGNORED
     rows, columns = labelled.nonzero(as_tuple=True)
     return {"rows": rows, "columns": columns, "targets": labels[:, 1:][labelled]}
@@ -297,27 +289,21 @@ def retain_hidden(retain: TermInputs) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """An unlearning algorithm: loss = γ·forget + α·retain.
-
-    ``reference_outputs`` names what the forget term needs of the frozen copy (fields of Frozen), ``constant_names`` the
-    constants that it reads besides γ and α; with α = 0 no retain set is read. ``epochs`` and ``rounds`` are the paper's
-    schedule: so many epochs in each of so many rounds. ``retain_per_forget``: retain records read in a step for each
-    forget record. ``bounded``: whether the forget term stops pulling once a record is forgotten; where it does not, a
-    smaller rate is usual. ``faithful_alpha``: α in place of the constants' in a training until it is done whose scores
-    are those of the server's model: that is slower, and keeps more once scaled back.
-    """
+    """An unlearning algorithm: loss = γ·forget + α·retain. With α = 0, no retain set is read."""
 
     forget: Callable[[TermInputs, TermInputs | None, Constants], torch.Tensor]
     constants: Constants
-    constant_names: tuple[str, ...] = ()
-    reference_outputs: str | None = None
+    constant_names: tuple[str, ...] = ()  # the constants that the forget term reads besides γ and α
+    reference_outputs: str | None = None  # the field of Frozen that the forget term needs of the frozen copy
     alternate: bool = False
     retain: str = "nll"
     hidden: bool = False
-    epochs: int = 10
-    rounds: int = 1
-    retain_per_forget: int = 1
-    bounded: bool = True
+    epochs: int = 10  # in each round, in the paper's schedule
+    rounds: int = 1  # in the paper's schedule
+    retain_per_forget: int = 1  # retain records read in a step for each forget record
+    bounded: bool = True  # the forget term stops pulling once a record is forgotten; else a smaller rate is usual
+    # α in place of the constants' in a training until it is done whose scores are those of the server's model: slower,
+    # and keeps more once scaled back.
     faithful_alpha: float | None = None
 
 
@@ -400,7 +386,7 @@ CUSTOM_CONSTANTS = ("beta", "beta1", "beta2", "simnpo_delta", "level", "coeffici
 
 @dataclass(frozen=True)
 class Objective:
-    """What training lowers: γ·forget + α·retain, with the terms and the constants of one algorithm."""
+    """The objective that training lowers: γ·forget + α·retain, with the terms and the constants of one algorithm."""
 
     algorithm: Algorithm
     constants: Constants
@@ -413,7 +399,7 @@ class Objective:
 
     @property
     def retain_outputs(self) -> str | None:
-        """What the retain term needs of the frozen copy."""
+        """The outputs of the frozen copy that the retain term needs."""
         return RETAIN[self.retain_loss].reference_outputs
 
     def reads_layer(self, term: str) -> bool:
@@ -430,7 +416,7 @@ class Objective:
         return [group for group in (up_to_layer, whole) if group]
 
     def records(self, terms: Collection[str]) -> int:
-        """How many records ``terms`` read for each record to forget."""
+        """The number of records that ``terms`` read for each record to forget."""
         return sum(self.algorithm.retain_per_forget if term == "retain" else 1 for term in terms)
 
 

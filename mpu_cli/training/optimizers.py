@@ -126,20 +126,16 @@ Groups = list[dict[str, Any]]
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimiser of ``--optim``, as options, costs and checks see it.
+    """An optimiser of ``--optim``, as options, costs and checks see it."""
 
-    ``make(groups, lr, outside)``: over parameter groups, of which ``outside`` are the embeddings and the head;
-    ``state_bytes``: what it keeps per weight, beside weight and gradient; ``elementwise``: each element's step depends
-    on that element's gradients only, squared or by sign, so it commutes with permutations and sign changes of
-    coordinates but not with rotations; ``normalised``: steps are as large as the rate, whatever the size of gradients;
-    ``whole_matrices``: whether it must see each matrix in one piece, where weights are sharded.
-    """
-
+    # From parameter groups, the rate, and those of the parameters that are outside the layers: embeddings and head.
     make: Callable[[Groups, float, Collection[torch.Tensor]], torch.optim.Optimizer]
-    state_bytes: int
+    state_bytes: int  # per weight, beside weight and gradient
+    # Each element's step depends on that element's gradients only, squared or by sign, so it commutes with permutations
+    # and sign changes of coordinates but not with rotations.
     elementwise: bool = False
-    normalised: bool = True
-    whole_matrices: bool = False
+    normalised: bool = True  # steps are as large as the rate, whatever the size of gradients
+    whole_matrices: bool = False  # it must see each matrix in one piece, where weights are sharded
 
 
 OPTIMIZERS = {

@@ -50,7 +50,7 @@ def check_objective(algo: str, objective: Objective) -> None:
 
 @dataclass(frozen=True)
 class Unit:
-    """What is protected as one: examples, and the probability that a step reads them."""
+    """A unit of protection: examples, and the probability that a step reads them."""
 
     places: tuple[ExampleIndex, ...]
     rate: float
@@ -80,7 +80,7 @@ def plan(
     names: Mapping[str, Sequence[str | None]], training: Training, privacy: Privacy, *,
     epochs: int, noise_multiplier: float | None = None,
 ) -> Plan:  # fmt: skip
-    """How often each unit is read, and the noise that meets ``privacy``.
+    """The plan that meets ``privacy``: the rates at which units are read, and the noise.
 
     ``names`` gives for each set the unit of each record, None for one of its own. Units with something to forget are
     read ``epochs`` times on average. ``noise_multiplier`` overrides the one that is computed. Raises UsageError if no

@@ -64,7 +64,7 @@ def usual_rate(options: Unlearning, weights: int, steps: int) -> float | None:
 
 
 def with_rate(options: Unlearning, weights: int, steps: int) -> Training:
-    """How to train, with a number for the rate. Raises UsageError for an optimiser that has no usual one."""
+    """The options of training, with a number for the rate. Raises UsageError for an optimiser that has no usual one."""
     if options.training.lr != AUTO:
         return options.training
     usual = usual_rate(options, weights, steps)
@@ -93,15 +93,15 @@ def with_precision(training: Training, model: Model) -> Training:
 
 
 def records_at_once(training: Training, device: torch.device, of_step: int) -> int:
-    """How many of the records of a step, ``of_step``, go through the model together: where that is left open, all on an
-    accelerator, which one pass keeps busy, and as many as a batch has on a processor, to which it is all the same."""
+    """The number of a step's records, ``of_step``, that go through the model together: where that is left open, all on
+    an accelerator, which one pass keeps busy, and a batch on a processor, to which it is all the same."""
     if training.micro_batch_size:
         return training.micro_batch_size
     return of_step if device.type != "cpu" else training.batch_size
 
 
 def scored_at_once(training: Training, device: torch.device) -> int:
-    """How many records are scored together, of which nothing is kept for a backward pass."""
+    """The number of records that are scored together, of which nothing is kept for a backward pass."""
     return training.micro_batch_size or max(training.batch_size, 1 if device.type == "cpu" else SCORED_TOGETHER)
 
 

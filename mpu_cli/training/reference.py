@@ -127,7 +127,7 @@ def forward(
 
 
 def length_of_answers(labels: torch.Tensor, answers: Mapping[str, torch.Tensor]) -> int:
-    """How many positions there are from the first from which an answer's token is predicted, at least 1."""
+    """The number of positions from the first that predicts an answer's token, at least 1."""
     return labels.shape[1] - int(answers["columns"].min()) if len(answers["columns"]) else 1
 
 

@@ -1,5 +1,5 @@
-"""The client's note of its requests: which records it unlearned on which copy, how they are read, and where the delta
-is.
+"""The client's note of its requests: the records that it unlearned on each copy, how to read them, and the path of the
+delta.
 
     CONFIG/mpu/requests.jsonl    a line for each delta, mode 0600
 
@@ -34,8 +34,8 @@ SOURCES = ("retain", "unseen", "public")  # options that name files; all other t
 
 @dataclass(frozen=True)
 class Source:
-    """Records to forget: what ``--forget`` named, the options by which it is read, as far as they are not the defaults,
-    and a digest of what was read."""
+    """Records to forget: the files that ``--forget`` named, the options by which they are read, as far as they are not
+    the defaults, and a digest of the records."""
 
     forget: str
     reading: dict[str, Any]
@@ -57,24 +57,19 @@ def _digest(records: Sequence[Record]) -> str:
 
 @dataclass(frozen=True)
 class Request:
-    """A training on a copy that stopped when it was done.
-
-    ``copy_path`` is where the copy was, ``weights`` its fingerprint; ``delta`` where the change is that was returned,
-    ``change`` its fingerprint, ``scale`` the share of what was trained; ``sources`` are all records to forget that are
-    in it, this request's first; ``options``: how records were read and judged, as far as that is not the default.
-    """
+    """A training on a copy that stopped when it was done."""
 
     run: str
     round: int
     copy: int
     copy_id: str
     copy_path: str
-    weights: str
-    delta: str
-    change: str
-    scale: float
-    sources: list[Source]
-    options: dict[str, Any]
+    weights: str  # the copy's fingerprint
+    delta: str  # the path of the change that was returned
+    change: str  # fingerprint of that change
+    scale: float  # the share of the trained change that was returned
+    sources: list[Source]  # of all records to forget that are in the change, this request's first
+    options: dict[str, Any]  # for reading and judging records, as far as they are not the defaults
 
     def is_on(self, copy: str, manifest: CopyManifest | None) -> bool:
         """Whether it was on ``copy``, which has this ``manifest`` or is sealed."""
@@ -117,7 +112,7 @@ def write_request(path: Path, request: Request) -> None:
 
 
 def options_to_note(unlearning: Unlearning, goal: Goal, checks: Checks) -> dict[str, Any]:
-    """What a later check needs, as far as it is not the default, with paths from the root."""
+    """The options that a later check needs, as far as they are not the defaults, with paths from the root."""
     names = {*SOURCES, "max_left", "min_kept", "held_out", *declared_options(RecordFormat), *declared_options(Prompts)}
     declarations = declared_options(Unlearning) | declared_options(Goal) | declared_options(Checks)
     values = flat(unlearning) | flat(goal) | flat(checks)
@@ -130,7 +125,7 @@ def options_to_note(unlearning: Unlearning, goal: Goal, checks: Checks) -> dict[
 
 
 def source_of(unlearning: Unlearning, forget: Sequence[Record]) -> Source:
-    """Where the records to ``forget`` of a request are from."""
+    """The source of the records to ``forget`` of a request."""
     reading = unlearning.records.reading
     declarations = declared_options(RecordFormat)
     differing = {
@@ -170,7 +165,7 @@ def latest_on(
 
 @dataclass(frozen=True)
 class Earlier:
-    """What earlier requests bring into a training on the same copies."""
+    """The records and the change that earlier requests bring into a training on the same copies."""
 
     records: list[Record]
     sources: list[Source]  # of these records
@@ -182,8 +177,8 @@ def earlier_requests(
     latest: Mapping[str, Request], copies: Sequence[str], forget: Sequence[Record], *, with_change: bool,
     observer: Observer,
 ) -> Earlier | None:  # fmt: skip
-    """What the ``latest`` request on each of ``copies`` adds to the records to ``forget``; None if that is nothing.
-    ``with_change``: whether a training can continue from the earlier change.
+    """The additions of the ``latest`` request on each of ``copies`` to the records to ``forget``; None if there are
+    none. ``with_change``: whether a training can continue from the earlier change.
 
     Raises UsageError if the copies have not had the same requests: they would not be trained identically, and one
     server's copy on the records of requests to another.

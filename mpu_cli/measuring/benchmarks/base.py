@@ -1,4 +1,4 @@
-"""What a benchmark is: its splits of records, how they prompt the model, and its table of metrics."""
+"""A benchmark: its splits of records, their prompts for the model, and its table of metrics."""
 
 from __future__ import annotations
 
@@ -27,23 +27,19 @@ def question_and_answer(row: Row) -> Record:
 
 @dataclass(frozen=True)
 class Split:
-    """Records that are evaluated together. ``encode(encoder, part, split)`` returns an Item, or a list of them, for the
-    parts "answer", "paraphrased" and "perturbed" of each row; ``record`` makes a record of a row that has a question.
-
-    ``limit`` and ``stops`` bound the generated answers; ``limit_follows_answers``: they may be as long as the longest
-    true answer, if that has more tokens. ``has_texts``: some records are texts, which ask nothing.
-    """
+    """Records that are evaluated together; ``limit`` and ``stops`` bound the answers that are generated."""
 
     name: str
     source: str
     read: Callable[[], Sequence[Row]]
+    # From the encoder, a part ("answer", "paraphrased" or "perturbed") and the split: an Item for each row, or a list.
     encode: Callable[[Encoder, str, Split], Sequence[Item | list[Item]]]
-    limit: int = 200
+    limit: int = 200  # tokens
     stops: tuple[str, ...] = ()
     shown: Callable[[], Sequence[Row]] = tuple  # few-shot records at the start of every prompt
-    record: Callable[[Row], Record] = question_and_answer
-    limit_follows_answers: bool = False
-    has_texts: bool = False
+    record: Callable[[Row], Record] = question_and_answer  # of a row that has a question
+    limit_follows_answers: bool = False  # the limit rises to the longest true answer's tokens, if those are more
+    has_texts: bool = False  # some records are texts, which ask nothing
 
     @cached_property
     def rows(self) -> Sequence[Row]:
@@ -64,17 +60,15 @@ class Split:
 
 @dataclass(frozen=True)
 class Benchmark:
-    """``tasks``: of EleutherAI's harness, for a benchmark that it measures. ``attacks``: names of those that try to
-    bring back what was forgotten, whose metrics are in ``attack_metrics``. ``scored``: which tokens of a record are
-    scored. ``warnings``: what is probably not as intended, a sentence each."""
+    """A benchmark: its splits, and the metrics that are computed of them."""
 
     name: str
     splits: Mapping[str, Split]
     metrics: Mapping[str, Metric]
-    tasks: tuple[str, ...] = ()
-    attacks: tuple[str, ...] = ()
-    scored: Scored = "as OpenUnlearning does"
-    warnings: tuple[str, ...] = ()
+    tasks: tuple[str, ...] = ()  # of EleutherAI's harness, for a benchmark that it measures
+    attacks: tuple[str, ...] = ()  # that try to bring back what was forgotten; ``attack_metrics`` has their metrics
+    scored: Scored = "as OpenUnlearning does"  # the tokens of a record that are scored
+    warnings: tuple[str, ...] = ()  # about what is probably not as intended, a sentence each
 
     @property
     def has_questions_to_forget(self) -> bool:
@@ -146,8 +140,8 @@ def forget_quality(benchmark: str, forget: Split, retain: RetainLog) -> Metric:
 def forgetting(
     memorised: str, benchmark: str, splits: Mapping[str, Split], retain: RetainLog | None
 ) -> dict[str, Metric]:
-    """How much of the split ``memorised`` is known by heart and, if there is a split of unseen records, whether
-    membership of the forget set shows."""
+    """The metrics of how much of the split ``memorised`` is known by heart and, if there is a split of unseen records,
+    whether membership of the forget set shows."""
 
     def retain_auc() -> float:
         if retain is None:
