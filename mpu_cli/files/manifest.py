@@ -46,19 +46,17 @@ NoiseShare = Annotated[float, Meta(ge=0, le=100)]
 
 @dataclass(frozen=True)
 class CopyManifest:
-    """Which copy of which publication a directory holds. ``copy`` counts from 1.
-
-    ``symmetries`` is the set that its coordinates are drawn from. It is not a secret: the client's optimiser must suit
-    it. ``noise``: the RMS of its permanent noise as a share of that of its weights, from which the client knows how far
-    to unlearn; 0 if there is none.
-    """
+    """The copy that a directory holds: its number and its publication."""
 
     run: RunName
     round: Count
-    copy: Count
+    copy: Count  # counts from 1
     copies: Count
     copy_id: Word
+    # the set that its coordinates are drawn from; not a secret: the client's optimiser must suit it
     symmetries: Word | None = None
+    # the RMS of its permanent noise as a share of that of its weights, from which the client knows how far to
+    # unlearn; 0 if there is none
     noise: NoiseShare = 0.0
 
     def facts(self) -> dict[str, object]:
@@ -77,19 +75,17 @@ class ModelManifest:
 
 @dataclass(frozen=True)
 class DeltaManifest:
-    """Which model a delta changes; ``origin`` is None for a model that is not a copy (the clean baseline).
+    """The model that a delta changes, and how it was trained."""
 
-    ``privacy`` is the (epsilon, delta) that the client reports if it trained privately. ``trained``: tags of records,
-    options and versions, equal for copies that were trained identically (``mpu_cli.training.delta``). ``until_done``:
-    whether the copy was trained until it had forgotten the records, and not for a number of epochs.
-    """
-
-    origin: CopyManifest | None
+    origin: CopyManifest | None  # None for a model that is not a copy (the clean baseline)
     algorithm: str
     kind: str = "full"
     inverted: bool = False
-    privacy: dict[str, float] | None = None
+    privacy: dict[str, float] | None = None  # the (epsilon, delta) that the client reports if it trained privately
+    # tags of records, options and versions, equal for copies that were trained identically
+    # (``mpu_cli.training.delta``)
     trained: dict[str, str] | None = None
+    # whether the copy was trained until it had forgotten the records, not for a number of epochs
     until_done: bool = False
 
 

@@ -46,23 +46,18 @@ OWNER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 @dataclass(frozen=True)
 class Settings:
-    """The run's configuration (``flwr run --run-config``).
+    """The run's configuration (``flwr run --run-config``)."""
 
-    ``base``: the model; ``state``: the folder for everything that is kept; ``publish`` and ``aggregate``: more
-    arguments of those commands; ``poll``: seconds between questions, ``patience`` until one is sent again, ``limit``
-    until an owner is given up; ``leave_out``: then go on without that owner, as long as ``quorum`` are left.
-    """
-
-    base: str
-    state: Path
+    base: str  # the model
+    state: Path  # the folder for everything that is kept
     owners: tuple[str, ...]
     rounds: int
-    publish: list[str]
-    aggregate: list[str]
-    poll: float
-    patience: float
-    limit: float
-    leave_out: bool
+    publish: list[str]  # more arguments of `mpu publish`
+    aggregate: list[str]  # more arguments of `mpu aggregate`
+    poll: float  # seconds between questions
+    patience: float  # seconds until a question is sent again
+    limit: float  # seconds until an owner is given up
+    leave_out: bool  # whether to continue without an owner that was given up, as long as ``quorum`` are left
     quorum: int
 
 

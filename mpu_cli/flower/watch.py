@@ -298,20 +298,16 @@ def read_answers(path: Path) -> list[AnsweredCopy]:
 
 @dataclass(frozen=True, kw_only=True)
 class Watching:
-    """What is unlearned, and where: ``work`` is private, only finished deltas go to the spool.
-
-    ``seconds`` is how long a copy may take; ``most``, how many trainings may begin in all: one that fails tells the
-    other party something, too.
-    """
+    """The options and folders of a worker that unlearns on the copies in a spool."""
 
     spool: Spool
-    work: Path
+    work: Path  # private: only finished deltas go to the spool
     data: Dataset
     options: Unlearning
     observer: Observer
     on_delta: Callable[[str, Path, TrainingReport | None], None]
-    most: int | None
-    seconds: float
+    most: int | None  # trainings that may begin in all, as one that fails tells the other party something, too
+    seconds: float  # how long a copy may take
     checks: Checks
     # Copies that failed and could not be marked so: without this they would be trained on again at every look.
     _unmarked: set[str] = field(default_factory=set)

@@ -84,19 +84,15 @@ RECOVERY_ERROR = 0.1
 
 @dataclass(frozen=True)
 class Attack:
-    """One way to recover the weights.
-
-    ``several``: needs more than one copy; ``reference``: uses the public reference; ``one_draw``: works only on copies
-    at multiples of one draw of the noise, of which there are more than two; ``believes``: removes the noise as the
-    attacker believes it to be.
-    """
+    """One way to recover the weights."""
 
     name: str
     description: str
-    several: bool = False
-    reference: bool = False
+    several: bool = False  # needs more than one copy
+    reference: bool = False  # uses the public reference
+    # works only on copies at multiples of one draw of the noise, of which there are more than two
     one_draw: bool = False
-    believes: bool = False
+    believes: bool = False  # removes the noise as the attacker believes it to be
 
 
 ONE_COPY = Attack("one copy", "one copy, no reference: only the noise hides the weights")

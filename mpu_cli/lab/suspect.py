@@ -49,19 +49,18 @@ NEURONS = {*FFN_AXES, *(f"s-{axis}" for axis in FFN_AXES)}
 
 @dataclass
 class StraightenedCheckpoint:
-    """The tensors of a suspect in the shapes and the basis of a base, made anew each time one is asked for.
+    """The tensors of a suspect in the shapes and the basis of a base, made anew each time one is requested.
 
-    ``turn``: (suspect's model dimension, base's), None for the identity; ``tokens``: for each of the base's its number
-    in the suspect, −1 if it is missing, None if all have their places; ``neurons``: the same for axes of FFNs, by layer
-    and axis. ``names``: the layouts of the base's tensors by their names in the suspect; ``could_be`` says which can be
-    brought there.
+    ``could_be`` says for which tensors that is possible.
     """
 
     suspect: Checkpoint
     base: Checkpoint
-    names: Mapping[str, TensorLayout]
-    turn: torch.Tensor | None
+    names: Mapping[str, TensorLayout]  # layouts of the base's tensors, by their names in the suspect
+    turn: torch.Tensor | None  # (suspect's model dimension, base's); None for the identity
+    # each base token's number in the suspect, −1 if it is missing; None if all have their places
     tokens: torch.Tensor | None
+    # the same for axes of FFNs, by layer and axis
     neurons: dict[tuple[int | None, str], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -431,16 +430,13 @@ def _profile(
 
 @dataclass
 class Frames:
-    """The coordinates of a suspect, tensor by tensor, with respect to a ``base`` with this ``layout``.
-
-    ``transforms``: those of the copies whose coordinates it may be in, likeliest first.
-    """
+    """The coordinates of a suspect, tensor by tensor, with respect to a ``base`` with this ``layout``."""
 
     suspect: Suspect
     base: Checkpoint
     layout: Layout
     residual: AxisMap
-    transforms: Sequence[Transform]
+    transforms: Sequence[Transform]  # of the copies whose coordinates it may be in, likeliest first
     _outer: dict[str, AxisMap] = field(default_factory=dict)
 
     def of_block(self, tensors: Sequence[TensorLayout]) -> dict[str, tuple[str, TensorMap]]:

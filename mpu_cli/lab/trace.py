@@ -97,19 +97,18 @@ class NoiseEvidence:
 
 @dataclass(frozen=True)
 class CopyEvidence:
-    """What says that a model was made from one copy.
+    """The evidence that a model was made from one copy.
 
-    ``agreements`` of ``coordinates``: places of the model dimension at which the model has the copy's secret order and
-    signs; None if the copy's coordinates are the base's. ``noise``: that of the copy which cancels; None if it has
-    none. ``recipient``: whom it was sealed for, if the keys know that.
+    ``agreements`` counts, of ``coordinates`` places of the model dimension, those at which the model has the copy's
+    secret order and signs.
     """
 
     copy: int
-    recipient: str | None
-    agreements: int | None = None
+    recipient: str | None  # whom the copy was sealed for, if the keys know that
+    agreements: int | None = None  # None if the copy's coordinates are the base's
     coordinates: int = 0
     signed: bool = False
-    noise: NoiseEvidence | None = None
+    noise: NoiseEvidence | None = None  # of the copy's noise that cancels; None if it has none
 
     @property
     def log_p_coordinates(self) -> float:

@@ -204,39 +204,30 @@ _QUERY_HEADS, _KV_HEADS = ("query", "mixed", "|query|", "|mixed|"), ("key", "val
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """One tensor of a checkpoint. ``axes`` has one tuple per dimension, of one name or, if fused, several.
-
-    ``chunks``: in how many chunks each dimension is fused, 1 if one name follows the other. ``layer`` is None outside
-    the layers, ``expert`` unless the tensor belongs to one expert. A ``constant`` (such as a mask) is not a parameter:
-    it gets no noise, and is reordered only if its axes say what it counts.
-    """
+    """One tensor of a checkpoint."""
 
     name: str
-    axes: tuple[tuple[str, ...], ...]
-    layer: int | None
+    axes: tuple[tuple[str, ...], ...]  # a tuple per dimension, of one name or, if fused, several
+    layer: int | None  # None outside the layers
     block: str
+    # not a parameter (such as a mask): gets no noise, and is reordered only if its axes say what it counts
     constant: bool = False
-    chunks: tuple[int, ...] = (1, 1, 1)
-    expert: int | None = None
+    chunks: tuple[int, ...] = (1, 1, 1)  # in how many chunks each dimension is fused; 1 if one name follows the other
+    expert: int | None = None  # None unless the tensor belongs to one expert
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A checkpoint's tensors in block order, and the sizes of its axes and heads.
-
-    ``alias`` is the tensor of a tied head, which only repeats the embedding, if the files contain it. ``bare`` is
-    whether the names lack the family's prefix. ``structures``: what decides the symmetries of each layer. ``config``:
-    the model's, with defaults filled in. ``layer_sizes``: the sizes in each layer, if they differ.
-    """
+    """A checkpoint's tensors in block order, and the sizes of its axes and heads."""
 
     family: Family
     sizes: Mapping[str, int]
     tensors: Mapping[str, TensorLayout]
-    alias: str | None
-    bare: bool
-    structures: tuple[Structure, ...] = ()
-    config: Config = field(default_factory=dict)
-    layer_sizes: tuple[Mapping[str, int], ...] = ()
+    alias: str | None  # the tensor of a tied head, which only repeats the embedding, if the files contain it
+    bare: bool  # whether the names lack the family's prefix
+    structures: tuple[Structure, ...] = ()  # of each layer: what decides its symmetries
+    config: Config = field(default_factory=dict)  # the model's, with defaults filled in
+    layer_sizes: tuple[Mapping[str, int], ...] = ()  # the sizes in each layer, if they differ
 
     def sizes_of(self, layer: int | None) -> Mapping[str, int]:
         """The sizes in a layer, or of the whole model (None)."""

@@ -88,22 +88,19 @@ MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
 
 @dataclass(frozen=True)
 class Keys:
-    """Everything needed to undo one publication.
-
-    ``sigma`` and ``shared_sigma``: by block, the scale of the noise that cancels, before a copy's factor, and of the
-    noise that all copies share; ``reference``: the address of the pretrained model that the noise was scaled to;
-    ``recipients``: whom copies were sealed for, age public keys by the copies' numbers, as far as that is known;
-    ``authentic``: whether the file was sealed by who opened it, with a passphrase or under the server's secret. Whoever
-    knows the public key can seal others.
-    """
+    """Everything needed to undo one publication."""
 
     publication: Publication
-    sigma: dict[str, float]
+    sigma: dict[str, float]  # by block, the scale of the noise that cancels, before a copy's factor
     copy_ids: tuple[str, ...]
     base: BaseIdentity
-    reference: str | None
+    reference: str | None  # the address of the pretrained model that the noise was scaled to
+    # by block, the scale of the noise that all copies share
     shared_sigma: dict[str, float] = field(default_factory=dict)
+    # whether the file was sealed by who opened it, with a passphrase or under the server's secret; whoever knows
+    # the public key can seal others
     authentic: bool = False
+    # whom copies were sealed for, as far as that is known: age public keys by the copies' numbers
     recipients: dict[str, str] = field(default_factory=dict)
 
     def scales(self, block: str) -> Scales:

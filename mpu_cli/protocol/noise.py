@@ -306,19 +306,15 @@ class Scales:
 
 @dataclass(frozen=True, eq=False)
 class Noise:
-    """A publication's noise for some of its copies, for any slice of a tensor.
-
-    ``shares``: how each copy's is mixed from the draws of what cancels, float64 (copies, draws). ``double``: draw in
-    float64, for calibrated noise. ``permanent``: what the noise that all copies share is drawn from, if not from the
-    publication's own seed; of those draws, a tensor has its ``full_name``, which is the same for files with and without
-    a prefix.
-    """
+    """A publication's noise for some of its copies, for any slice of a tensor."""
 
     randomness: Randomness
     round: int
-    shares: torch.Tensor
-    double: bool = False
+    shares: torch.Tensor  # how each copy's is mixed from the draws of what cancels, float64 (copies, draws)
+    double: bool = False  # draw in float64, for calibrated noise
+    # the source of the noise that all copies share; None for the publication's own seed
     permanent: Randomness | None = None
+    # a tensor's name in the draws of permanent noise, the same for files with and without a prefix
     full_name: Callable[[str], str] = str
 
     def subkeys(self, tensor: str, scales: Scales) -> list[bytes]:

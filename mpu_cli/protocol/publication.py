@@ -40,20 +40,9 @@ PERMANENT_SHARE = 0.99  # of the noise that --max-noise allows; the noise that c
 class Publication:
     """m copies of one model: which noise, which symmetries, of which run and round, and the seed of all secrets.
 
-    ``transform`` and ``noise`` are the only places that derive secrets from the seed.
-
-    ``kappa`` and ``shared_kappa`` scale the noise to each block's task vector (docs/design.md); ``calibration`` sets σ,
-    the same in every block, in their place (they are 0 then). ``max_noise`` bounds a copy's noise, as a share of the
-    RMS of a block's weights: it lowers permanent noise to ``PERMANENT_SHARE`` of that, and what cancels to what is
-    left. ``dtype`` is safetensors' name of the dtype to store in, None for each tensor's own. ``run`` defaults to a
-    name drawn from the seed. ``permanent_seed``: what permanent noise is drawn from, the same in every publication of a
-    base, so that publications cannot be averaged; None for ``seed``. ``derive_permanent_seed``: whether ``publish`` has
-    to derive that from the server's own secret. ``again``: publish although the register says that publications of this
-    base could be averaged, or that its ε is spent. ``is_registered``: whether ``publish`` enters it in the register, in
-    which ``aggregate`` looks up its noise. ``mark``: the size of noise of the publication's own that is the same in all
-    of its copies, as a share of the other noise of the copy that has least. The same publication of the same base has
-    the same bytes.
-    Raises UsageError for numbers out of range.
+    ``transform`` and ``noise`` are the only places that derive secrets from the seed. The same publication of the same
+    base has the same bytes. ``kappa`` and ``shared_kappa`` scale the noise to each block's task vector
+    (docs/design.md). Raises UsageError for numbers out of range.
     """
 
     seed: bytes = field(repr=False)
@@ -61,16 +50,25 @@ class Publication:
     scheme: Scheme = field(default_factory=lambda: Extrapolated.default(DEFAULT_COPIES))
     kappa: float = KAPPA
     shared_kappa: float = 0.0
+    # sets σ, the same in every block, in place of ``kappa`` and ``shared_kappa``, which are 0 then
     calibration: Calibration | None = None
     symmetries: str = Disguise().symmetries
-    dtype: str | None = None
-    run: str = ""
+    dtype: str | None = None  # safetensors' name of the dtype to store in; None for each tensor's own
+    run: str = ""  # by default a name drawn from the seed
     round: int = 1
+    # the largest noise of a copy, as a share of the RMS of a block's weights: it lowers permanent noise to
+    # ``PERMANENT_SHARE`` of that, and what cancels to what is left
     max_noise: float | None = None
+    # the seed of permanent noise, the same in every publication of a base, so that publications cannot be averaged;
+    # None for ``seed``
     permanent_seed: bytes | None = field(default=None, repr=False)
-    derive_permanent_seed: bool = False
+    derive_permanent_seed: bool = False  # whether ``publish`` has to derive it from the server's own secret
+    # publish although the register says that publications of this base could be averaged, or that its ε is spent
     again: bool = False
+    # whether ``publish`` enters it in the register, in which ``aggregate`` looks up its noise
     is_registered: bool = False
+    # the size of noise of the publication's own that is the same in all of its copies, as a share of the other noise
+    # of the copy that has least
     mark: float = 0.0
 
     def __post_init__(self) -> None:

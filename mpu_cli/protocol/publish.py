@@ -61,20 +61,16 @@ class Target:
 
 @dataclass(frozen=True)
 class PublishPlan:
-    """What ``publish`` will read and write.
-
-    ``specs``: the tensors of each copy; ``manifests``: of all copies of the publication; ``copies``: the numbers, from
-    1, of those to write; ``existing_keys``: if another copy of the publication was made before.
-    """
+    """The models that ``publish`` will read, and the copies that it will write."""
 
     base: Model
     pretrained: Model | None
     publication: Publication
     target: Target
-    specs: TensorSpecs
-    manifests: tuple[CopyManifest, ...]
-    copies: tuple[int, ...]
-    existing_keys: Keys | None = None
+    specs: TensorSpecs  # the tensors of each copy
+    manifests: tuple[CopyManifest, ...]  # of all copies of the publication
+    copies: tuple[int, ...]  # the numbers, from 1, of those to write
+    existing_keys: Keys | None = None  # if another copy of the publication was made before
 
     @property
     def manifests_to_write(self) -> list[CopyManifest]:

@@ -52,30 +52,25 @@ class Sample:
 
 @dataclass(frozen=True)
 class RegisterEntry:
-    """One line of the register.
-
-    ``content``: of the base, see ``BaseScan.content``; ``noise_content``: what its permanent noise is drawn for, the
-    content of the base's first publication in any precision; ``secret``: which secret of the server's it is drawn from;
-    ``permanent_sigma``: σ of permanent noise by the name of a block's first tensor in memory; ``calibrated_sigma``: σ
-    that hides the base under ``--dp``, in ``calibrated_rounds`` publications; ``replaces_earlier``: whether nobody
-    has copies of those before it; ``seed``: what its copies are drawn from, ``draws``: how many draws
-    of noise that cancels it has, ``marked``: whether it has a mark.
-    """
+    """One line of the register."""
 
     run: str
     round: int
-    content: str
+    content: str  # of the base, see ``BaseScan.content``
     sample: Sample
+    # what its permanent noise is drawn for: the content of the base's first publication in any precision
     noise_content: str = ""
-    secret: str = ""
+    secret: str = ""  # which of the server's secrets permanent noise is drawn from
+    # σ of permanent noise, by the name of a block's first tensor in memory
     permanent_sigma: dict[str, Above0] = field(default_factory=dict)
+    # σ that hides the base under ``--dp``, in ``calibrated_rounds`` publications
     calibrated_sigma: Above0 | None = None
     calibrated_rounds: int = 1
-    replaces_earlier: bool = False
+    replaces_earlier: bool = False  # whether nobody has copies of those before it
     entry_id: str = ""
-    seed: str = field(default="", repr=False)
-    draws: int = 0
-    marked: bool = False
+    seed: str = field(default="", repr=False)  # what its copies are drawn from
+    draws: int = 0  # how many draws of noise that cancels it has
+    marked: bool = False  # whether it has a mark
 
 
 def default_register_path() -> Path:

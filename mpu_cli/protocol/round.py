@@ -197,33 +197,28 @@ def differences(trained_differently: Sequence[tuple[int, int, str]], algorithms:
 
 @dataclass(frozen=True)
 class Aggregation:
-    """What ``aggregate`` made and how the copies agree.
-
-    ``keys``: of the publication; ``deltas``: the files, by copy; ``norms``: ‖T_k⁻¹(Δ_k)‖ by copy; ``cosines``: with Δ̄,
-    by copy; ``pairwise``: the smallest cosine between two copies; ``norm``: ‖Δ̄‖; ``rounding``: ‖stored − θ − ηΔ̄‖ /
-    ‖ηΔ̄‖, what the dtype of storage lost of the update, read off a slice or two of each tensor; ``error``: how far Δ̄
-    is from the clean update; ``outliers``: tensors of which one copy's change is far larger than the others', with the
-    copy and by what factor; ``trained_differently``: two copies, and in what their training differed, by the tags in
-    their deltas; ``step``: how the step was chosen, if it was; ``planted``: the largest z of noise of copies that was
-    in the update and is taken out, and ``planted_from``: of which publication; ``rate``: how many times Δ̄ was applied.
-    """
+    """The result of ``aggregate``, and how the copies agree."""
 
     path: Path
     keys: Keys
-    deltas: Mapping[int, Path]
-    norms: list[float]
-    cosines: list[float]
-    pairwise: float
-    norm: float
+    deltas: Mapping[int, Path]  # the files, by copy
+    norms: list[float]  # ‖T_k⁻¹(Δ_k)‖, by copy
+    cosines: list[float]  # with Δ̄, by copy
+    pairwise: float  # the smallest cosine between two copies
+    norm: float  # ‖Δ̄‖
+    # ‖stored − θ − ηΔ̄‖ / ‖ηΔ̄‖: the share of the update lost to the dtype of storage, read off a slice or two of
+    # each tensor
     rounding: float
-    error: ErrorEstimate
+    error: ErrorEstimate  # the distance of Δ̄ from the clean update
+    # tensors of which one copy's change is far larger than the others', with the copy and by what factor
     outliers: tuple[tuple[str, int, float], ...] = ()
+    # two copies, and in what their training differed, by the tags in their deltas
     trained_differently: tuple[tuple[int, int, str], ...] = ()
     algorithms: tuple[str, ...] = ()
-    step: ServerStep | None = None
-    planted: float = 0.0
-    planted_from: str = ""
-    rate: float = 1.0
+    step: ServerStep | None = None  # how the step was chosen, if it was
+    planted: float = 0.0  # the largest z of noise of copies that was in the update and is taken out
+    planted_from: str = ""  # the publication of that noise
+    rate: float = 1.0  # how many times Δ̄ was applied
 
     def warnings(self) -> list[str]:
         """What is probably wrong with the round, a sentence each; empty if nothing is. Of causes only the first one:

@@ -62,16 +62,13 @@ class PieceScan(NamedTuple):
 
 @dataclass
 class BaseScan:
-    """One reading of ``base``, the part of the model that copies have, block by block.
-
-    ``pretrained``: by the base's names; ``with_content``: whether the content will be asked for, which costs a rounding
-    and a second hash of every weight.
-    """
+    """One reading of ``base``, the part of the model that copies have, block by block."""
 
     base: Checkpoint
     layout: Layout
-    pretrained: Mapping[str, torch.Tensor] | None
+    pretrained: Mapping[str, torch.Tensor] | None  # by the base's names
     pool: Executor
+    # whether the content will be requested, which costs a rounding and a second hash of every weight
     with_content: bool = False
     _scales: dict[str, BlockScale] = field(default_factory=dict)
     _digests: dict[str, list[bytes]] = field(default_factory=dict)
@@ -198,23 +195,18 @@ class BlockReport:
 
 @dataclass
 class CopyWriter:
-    """The streaming part of ``publish``: a block is read once for its scale and fingerprint, then written out.
-
-    ``scales``: the noise of each copy in multiples of σ; ``transforms`` and ``writers``: one for each copy;
-    ``permanent_sigma``: of each block, if the scale of permanent noise is settled; ``sigma`` and ``shared_sigma``: the
-    scales that the blocks got, of noise that cancels and of permanent noise.
-    """
+    """The streaming part of ``publish``: a block is read once for its scale and fingerprint, then written out."""
 
     scan: BaseScan
     publication: Publication
     noise: Noise
-    scales: Sequence[float]
-    transforms: Sequence[Transform]
-    writers: Sequence[CheckpointWriter]
+    scales: Sequence[float]  # the noise of each copy, in multiples of σ
+    transforms: Sequence[Transform]  # one for each copy
+    writers: Sequence[CheckpointWriter]  # one for each copy
     observer: Observer
-    permanent_sigma: Mapping[str, float] | None = None
-    sigma: dict[str, float] = field(default_factory=dict)
-    shared_sigma: dict[str, float] = field(default_factory=dict)
+    permanent_sigma: Mapping[str, float] | None = None  # of each block, if the scale of permanent noise is settled
+    sigma: dict[str, float] = field(default_factory=dict)  # by block, the scale of the noise that cancels
+    shared_sigma: dict[str, float] = field(default_factory=dict)  # by block, the scale of permanent noise
 
     @property
     def base(self) -> Checkpoint:

@@ -50,17 +50,16 @@ LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # ent
 class BlockCheck:
     """One block of a copy.
 
-    Undone: ``survived``, RMS of T⁻¹(copy) − base; ``difference``, the largest |T⁻¹(copy) − (base + noise)|.
-    Regenerated from the keys and compared with the stored copy: ``changed``, share of weights that differ;
-    ``rounding``, whether all of these differ by no more than rounding.
+    ``survived`` and ``difference`` are of the copy undone; ``changed`` and ``rounding`` of the copy as stored, compared
+    with the one regenerated from the keys.
     """
 
     block: str
     requested: float
-    survived: float
-    difference: float
-    changed: float
-    rounding: bool
+    survived: float  # RMS of T⁻¹(copy) − base
+    difference: float  # the largest |T⁻¹(copy) − (base + noise)|
+    changed: float  # share of weights that differ
+    rounding: bool  # whether all of these differ by no more than rounding
 
     @property
     def ok(self) -> bool:
