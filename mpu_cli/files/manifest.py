@@ -32,7 +32,7 @@ VERSION = 2
 # of a LoRA delta: W.lora_B (rows of W, r) times W.lora_A (r, columns of W)
 LEFT_FACTOR, RIGHT_FACTOR = ".lora_B", ".lora_A"
 _ROUND_FOLDER = re.compile(r"round_(\d{1,6})", re.ASCII)
-# What `mpu sweep` leaves in its folder: the names of all experiments, and a line for each that is done.
+# The files that `mpu sweep` leaves in its folder: the names of all experiments, and a line for each that is done.
 PLANNED, RESULTS = "sweep.json", "results.jsonl"
 MANIFEST_NAME = "mpu.json"
 TAGS = {  # of a delta's training, in words
@@ -60,7 +60,7 @@ class CopyManifest:
     noise: NoiseShare = 0.0
 
     def facts(self) -> dict[str, object]:
-        """What is in ``mpu.json``, and in the metadata of the weights and of deltas."""
+        """The facts in ``mpu.json``, and in the metadata of the weights and of deltas."""
         return {name: value for name, value in asdict(self).items() if value or name != "noise"}
 
 
@@ -187,7 +187,7 @@ def _copy_manifest(entries: Mapping[str, object], path: Path) -> CopyManifest:
     return facts
 
 
-# Where outputs go if no option says: names that hold the round, so that the next one does not collide with it.
+# The default paths of outputs: names that hold the round, so that the next one does not collide with it.
 
 SUFFIX = ".safetensors"
 
@@ -214,18 +214,18 @@ def round_folder(parent: Path, number: int) -> Path:
 
 
 def keys_path(number: int) -> Path:
-    """Where `mpu publish` puts the keys of a round: ``keys.bin``, then ``keys_2.bin`` … Not into the folder of the
+    """The key file of a round, as `mpu publish` names it: ``keys.bin``, then ``keys_2.bin`` … Not in the folder of the
     round, which is sent as a whole."""
     return Path("keys.bin" if number == 1 else f"keys_{number}.bin")
 
 
 def model_folder(number: int) -> Path:
-    """Where `mpu aggregate` puts the model of round ``number``: ``unlearned``, then ``unlearned_2`` …"""
+    """The folder in which `mpu aggregate` puts the model of round ``number``: ``unlearned``, then ``unlearned_2`` …"""
     return Path("unlearned" if number == 1 else f"unlearned_{number}")
 
 
 def name_of_copy(copy: str) -> str:
-    """What a delta of the model at ``copy`` (a path or a Hub id) is called."""
+    """The name of a delta of the model at ``copy`` (a path or a Hub id)."""
     name = Path(copy).resolve().name if Path(copy).exists() else copy.rsplit("/", 1)[-1]
     return name.removesuffix(SUFFIX).removesuffix(".age")
 

@@ -147,7 +147,7 @@ class ExpertPermutation:
 
 @dataclass(frozen=True)
 class LatentHeads:
-    """What latent attention allows in its heads (DeepSeek-V2, arXiv 2405.04434).
+    """The symmetries of the heads of latent attention (DeepSeek-V2, arXiv 2405.04434).
 
     Each head has a map of the coordinates that RoPE leaves alone, for its queries and keys, and one of its values; all
     heads share one turn of the planes that RoPE turns. Any rotations or, with ``turns``, signed permutations. With
@@ -238,7 +238,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class SymmetrySet:
-    """Which symmetries a publication may use.
+    """The symmetries that a publication may use.
 
     ``signs``: permutations change signs, too, where the function allows it; ``beyond_paper``: heads, experts, latents
     and state spaces, which the paper leaves in place; ``quarter_turns``: rotations are signed permutations, which
@@ -281,10 +281,10 @@ def symmetries_of_layer(name: str, layer: Structure) -> tuple[Symmetry, ...]:
 
 
 def _attention(chosen: SymmetrySet, layer: Structure) -> tuple[Symmetry, ...]:
-    """Of ordinary attention.
+    """The symmetries of ordinary attention.
 
-    A norm of queries and keys leaves only turns by multiples of 90° between them, so that what is one rotation for
-    queries, keys and values without it is two.
+    A norm of queries and keys leaves only turns by multiples of 90° between them, so that one rotation for queries,
+    keys and values becomes two.
     """
     planes, rotary, norm = (layer.planes if layer.rotary else None), layer.rotary, layer.norm
     heads = (HEADS,) if chosen.beyond_paper and layer.movable else ()
@@ -336,7 +336,7 @@ class Tensor:
     trained: bool = True
 
     def in_files(self) -> tuple[Tensor, ...]:
-        """What the Hub's files hold of it."""
+        """Its parts in the Hub's files."""
         if not self.parts:
             return (self,)
         if "{e}" not in self.parts[0]:

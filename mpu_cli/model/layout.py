@@ -36,7 +36,7 @@ from mpu_cli.model.family import (
 )
 from mpu_cli.model.wrappers import HEAD, REFUSED, family_of, supported_families
 
-# What a config says of a model: its family, its sizes, and what decides the symmetries of each layer.
+# The facts in a model's config: its family, its sizes, and what decides the symmetries of each layer.
 
 OPTIONAL = ("head_dim", "experts", "expert_ffn", "shared_ffn", "channels")  # sizes that a config may lack
 
@@ -287,7 +287,7 @@ class Piece:
 
 
 def pieces_of(family: Family, name: str, shape: Sequence[int]) -> list[Piece]:
-    """What the Hub's files hold in place of parameter ``name``; nothing if they hold it under its own name."""
+    """The tensors that the Hub's files hold in place of parameter ``name``; none if they hold it under its own name."""
     tensor = next((t for t in family.layer_tensors if t.parts and name.endswith(f".{t.name}")), None)
     if tensor is None:
         return []
@@ -433,7 +433,7 @@ def _expected_layouts(
 def _check_names(
     family: Family, expected: Collection[str], tensors: Collection[str], alias: str | None, where: str
 ) -> list[str]:
-    """Which of ``tensors`` are constants. Raises MpuError if some are dead, missing or unknown."""
+    """The constants among ``tensors``. Raises MpuError if some are dead, missing or unknown."""
     unexpected = [name for name in tensors if name not in expected and not name.startswith(family.frozen_prefixes)]
     if dead := sorted(name for name in unexpected if any(fnmatch.fnmatch(name, pattern) for pattern in family.dead)):
         raise MpuError(

@@ -108,7 +108,7 @@ def deepstack_mergers() -> tuple[Tensor, ...]:
     return tuple(mergers)
 
 
-# Llava and what is named as it is.
+# Llava and models whose tensors are named like it.
 TOWER_PREFIXES = ("vision_tower.", "multi_modal_projector.")
 RENAMED = (
     ("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head."),
@@ -255,7 +255,7 @@ _ALL = (
 WRAPPERS = {wrapper.model_type: wrapper for wrapper in _ALL}
 
 
-# Why some architectures are refused, for which users ask.
+# The reasons why some architectures that users ask for are refused.
 REFUSED = {
     "kimi_k25": "transformers saves it under names that it does not load",
     "kimi_linear": "no table describes its linear attention",

@@ -50,7 +50,7 @@ class NoiseEntries(Document):
 
 @dataclass(frozen=True)
 class BaseIdentity:
-    """Which model was published: its location, its fingerprint, and the config that describes it."""
+    """The published model: its location, its fingerprint, and the config that describes it."""
 
     path: Text
     config: Text
@@ -58,7 +58,7 @@ class BaseIdentity:
 
 
 class KeyEntries(Document, forbid_unknown_fields=True):
-    """The entries of a key file, but format and version."""
+    """The entries of a key file, except format and version."""
 
     run: RunName
     round: Count
@@ -173,7 +173,7 @@ def sealer(
     identity: Path | None = None,
     note: Callable[[str], None] = lambda _: None,
 ) -> Callable[[Keys], bytes]:
-    """What seals keys: for ``recipients`` (age1…), with a ``passphrase``, or for the identity in a file.
+    """The function that seals keys: for ``recipients`` (age1…), with a ``passphrase``, or for the identity in a file.
 
     Without any of them, for the user's own identity, which is made on first use; ``note`` is told so. Raises MpuError
     for a recipient or an identity that cannot be used, UsageError for several of the three.
@@ -213,7 +213,7 @@ def check_one_way(*ways: object) -> None:
 
 def needs_passphrase(path: Path) -> bool:
     """Whether the key file is sealed with a passphrase (else with an identity)."""
-    # How age begins a header for a passphrase; the sealed bytes behind it may hold anything.
+    # The beginning of age's header for a passphrase; the sealed bytes behind it may hold anything.
     return b"\n-> scrypt " in _read(path)[:200]
 
 
@@ -287,7 +287,7 @@ def _parse(document: bytes, path: Path, secret: bytes | None, *, authentic: bool
         raise MpuError(f"{path}: decrypted, but contains no mpu keys") from error
     if not isinstance(table, dict) or table.get("format") != FORMAT:
         raise MpuError(f"{path}: decrypted, but contains no mpu keys")
-    # Of the file, so anything; compare_digest raises for text that is not ASCII.
+    # From the file, so it can be anything; compare_digest raises for text that is not ASCII.
     written = table.get("authenticator")
     if secret is not None and isinstance(written, str) and written.isascii():
         authentic |= hmac.compare_digest(written, _authenticator(table, secret))

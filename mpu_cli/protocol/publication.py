@@ -1,4 +1,4 @@
-"""What a publication is, before anything is written: a value that checks itself."""
+"""A publication before anything is written: a value that checks itself."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Publication:
         cancelling, permanent = self.kappa * task, self.shared_kappa * task
         if self.max_noise is not None:
             # Permanent noise does not depend on the noise that cancels or on the number of copies: publications of one
-            # base with other --copies or --kappa have the same draw, which another scale would not be.
+            # base with other --copies or --kappa have the same draw; at another scale, it would be another.
             most = self.max_noise * weights
             permanent = min(permanent, PERMANENT_SHARE * most)
             room = math.sqrt(max(0.0, most**2 - permanent**2))
@@ -181,7 +181,7 @@ class Publication:
 
 
 def settings_of(disguise: Disguise) -> dict[str, Any]:
-    """What a publication takes from ``disguise``, whose noise has a scale (``Disguise.with_scale``), except the
+    """The settings of a publication from ``disguise``, whose noise has a scale (``Disguise.with_scale``), except the
     scheme."""
     return {
         "kappa": disguise.kappa,
@@ -228,8 +228,8 @@ def publication_of(
 
 
 def default_secret_path() -> Path:
-    """``mpu/server.key`` in the user's configuration directory: what keys are authenticated with and permanent noise is
-    drawn from."""
+    """``mpu/server.key`` in the user's configuration directory: the secret that authenticates keys, and that permanent
+    noise is drawn from."""
     return default_identity_path().with_name("server.key")
 
 

@@ -1,4 +1,4 @@
-"""What a publication needs to know of its base before it is written: scales of blocks, fingerprint and content.
+"""The facts of a base that a publication needs before it is written: scales of blocks, fingerprint and content.
 
 All of it is computed from one reading of the base. The *fingerprint* identifies the files' tensors to the bit. The
 *content* identifies the trained weights whatever dtype they are stored in and whatever lies beside them: it is what
@@ -171,7 +171,7 @@ BUFFERS = 350e6
 
 @dataclass(frozen=True)
 class CopySurvival:
-    """How much of one block's noise survives storage in one copy (root mean squares, and a share of weights).
+    """The noise of one block that survives storage in one copy (root mean squares, and a share of weights).
 
     Measured on a slice or two of each tensor.
     """
@@ -264,7 +264,7 @@ class CopyWriter:
         for tensor, futures in zip(tensors, writing, strict=True):
             for future in futures:
                 sums_and_count = future.result()
-                if sums_and_count is not None:  # None of slices that were not measured
+                if sums_and_count is not None:  # None for slices that were not measured
                     measured += sums_and_count[0]
                     count += sums_and_count[1]
             for writer in self.writers:

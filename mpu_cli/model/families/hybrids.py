@@ -321,7 +321,8 @@ _MAMBA1 = (
 
 
 def rank_of_time_steps(config: Config, _: int) -> int:
-    """What the time steps of Jamba's Mamba are computed from: by default a sixteenth of the residual stream."""
+    """The width from which the time steps of Jamba's Mamba are computed: by default a sixteenth of the residual
+    stream."""
     if config["mamba_dt_rank"] == "auto":
         return -(-config["hidden_size"] // 16)
     return config["mamba_dt_rank"]
