@@ -68,7 +68,7 @@ def has_one_projection(config: Config, layer: int) -> bool:
 
 
 def kv_heads(config: Config, layer: int) -> int | None:
-    """The number of KV heads of a layer of Gemma 4, which full layers whose keys are their values set apart."""
+    """KV heads of a layer of Gemma 4; full layers whose keys are their values have a number of their own."""
     fewer = of_full_layers("num_key_value_heads", "num_global_key_value_heads")
     has_global_heads = "per_layer_config" in config or has_one_projection(config, layer)
     return fewer(config, layer) if has_global_heads else config["num_key_value_heads"]
