@@ -225,7 +225,7 @@ class _Worker:
             printed = render_jinja_template([dialogue], **values)[0][0]
             if not isinstance(printed, str):
                 raise TypeError("it does not print text")
-            printed.encode()  # halves of characters are no text
+            printed.encode()  # halves of characters are not text
             return printed
 
         return [_outcome(text, dialogue) for dialogue in dialogues]

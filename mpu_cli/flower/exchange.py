@@ -64,7 +64,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """A Flower app's answer: named ``values``, and pieces of files, at most as many as were asked for."""
+    """A Flower app's answer: named ``values``, and pieces of files, at most as many as were requested."""
 
     values: Mapping[str, Value]
     data: list[bytes]

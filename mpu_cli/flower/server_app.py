@@ -136,7 +136,7 @@ def next_pieces_to_send(missing: dict[Path, int]) -> tuple[list[str], list[int],
 # The rounds.
 
 PARTS = 3  # of a delivery: sending a copy, unlearning on it, and fetching its delta
-TRIES = 2  # a delta that fails its checks is asked for again once, a copy that arrives damaged is sent again once
+TRIES = 2  # a delta that fails its checks is requested again once, a copy that arrives damaged is sent again once
 MAX_DELTA_RATIO = 4  # times a copy's size: a delta in float64 of a copy in bfloat16
 HEADERS = 64 << 20  # bytes, beside the weights of a delta
 LEFT_OUT = "left_out.json"

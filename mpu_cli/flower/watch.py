@@ -348,7 +348,7 @@ class Watching:
             answering.stop()
 
     def _answer(self, copy: str, answering: Answering) -> None:
-        """Unlearn on a copy; a failure is told here, and to the other party only that it happened."""
+        """Unlearn on a copy; a failure is reported here; the other party learns only that it happened."""
         delta = self._delta(copy)
         arrived = self.work / "arrived" / copy
         try:

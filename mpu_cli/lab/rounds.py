@@ -104,7 +104,7 @@ MODES: dict[str, Callable[[Publication], Publication]] = {
 
 
 def rounds_of(experiment: Experiment) -> int:
-    """The rounds that were asked for, or the paper's for the algorithm."""
+    """The rounds that were requested, or the paper's for the algorithm."""
     return algorithm_named(experiment.unlearning.algo).rounds if experiment.rounds is None else experiment.rounds
 
 

@@ -42,7 +42,7 @@ LOUD = 3.0  # times the median length, from which a row is left out of what is f
 REFITS, UNLIKE = 2, 0.5  # fits without the rows whose cosine is below this share of the median one
 AXIS = 0.9  # entry of a turn from which a coordinate counts as one of the base's
 PRINCIPAL, PASSES, SAMPLE = 16, 6, 4096  # axes of the first match; passes, each over so many tokens
-NEIGHBOUR_ROWS = 1024  # whose nearest neighbours are looked for at once
+NEIGHBOUR_ROWS = 1024  # rows whose nearest neighbours are looked for at once
 MODEL, VOCABULARY = ("model",), ("vocab",)
 NEURONS = {*FFN_AXES, *(f"s-{axis}" for axis in FFN_AXES)}
 

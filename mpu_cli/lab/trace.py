@@ -400,7 +400,7 @@ def _model_map(transform: Transform, layout: Layout) -> AxisMap | None:
 
 
 def check_traceable(keys: Keys, label: str) -> None:
-    """Raise MpuError if nothing tells the copies of a publication from other models."""
+    """Raise MpuError if nothing distinguishes the copies of a publication from other models."""
     publication = keys.publication
     if not publication.mark and not any(keys.sigma.values()) and publication.symmetries == "none":
         raise MpuError(f"{label}: its copies have no mark, no noise of their own and no secret coordinates")

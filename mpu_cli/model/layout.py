@@ -324,8 +324,8 @@ def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], w
 def expected_tensors(config: Mapping[str, object]) -> dict[str, TensorInfo]:
     """The tensors that files of a model with this config hold, in float32, as its family's table has them.
 
-    For models of which there are no files; of what surrounds a language model, only what writes into it. Raises
-    MpuError if the architecture is not supported.
+    For models without files; of what surrounds a language model, only what writes into it. Raises MpuError if the
+    architecture is not supported.
     """
     where = "config"
     family = supported_family(config, where)

@@ -122,7 +122,7 @@ def staged_adapter(folder: Path) -> Iterator[Path]:
     config = read_json_object(path, links=False)
     if config.get("peft_type") != "LORA":
         kind = str(config.get("peft_type"))[:80]
-        # Prompts and prefixes are no change of the weights.
+        # Prompts and prefixes do not change the weights.
         hint = "no model of its own can be made of it" if PROMPTS.search(kind) else MERGE
         raise MpuError(f"{path}: not a LoRA adapter (peft_type is {kind!r})", hint)
     with open_regular(folder / ADAPTER_WEIGHTS, links=False):
@@ -340,8 +340,8 @@ def is_adapter(folder: Path) -> bool:
 def adapter_base(folder: Path) -> str:
     """The base model of the peft adapter in ``folder``.
 
-    Its config, which may be another party's, names a folder beside it or a model in the Hub's cache: no other file is
-    opened and nothing is asked for because it says so. Raises MpuError for anything else.
+    Its config, which may be another party's, names a folder beside it or a model in the Hub's cache: on its word, no
+    other file is opened and nothing is requested. Raises MpuError for anything else.
     """
     path = folder / ADAPTER_CONFIG
     base = read_json_object(path, links=False).get("base_model_name_or_path")

@@ -491,7 +491,7 @@ def _peft_config(tensors: Mapping[str, torch.Tensor], base: Model) -> dict[str, 
     ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name}
     modules = sorted({name.removeprefix("base_model.model.").split(".lora_")[0] for name in tensors})
     config: dict[str, object] = {
-        # Of a base on this machine, its folder's name only: where it lies is nobody's business.
+        # For a base on this machine, only its folder's name: the path is private.
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base.public_name, "bias": "none",
         "r": max(ranks), "lora_alpha": max(ranks), "lora_dropout": 0.0, "target_modules": modules,
         "rank_pattern": {}, "alpha_pattern": {}, "fan_in_fan_out": base.layout.family.transposed,

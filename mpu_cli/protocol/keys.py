@@ -175,7 +175,7 @@ def sealer(
 ) -> Callable[[Keys], bytes]:
     """The function that seals keys: for ``recipients`` (age1…), with a ``passphrase``, or for the identity in a file.
 
-    Without any of them, for the user's own identity, which is made on first use; ``note`` is told so. Raises MpuError
+    Without any of them, for the user's own identity, which is made on first use; ``note`` reports that. Raises MpuError
     for a recipient or an identity that cannot be used, UsageError for several of the three.
     """
     check_one_way(recipients, passphrase, identity)

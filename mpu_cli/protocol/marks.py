@@ -31,7 +31,7 @@ from mpu_cli.protocol.register import Sample, default_register_path, read_regist
 CLIP = 6.0  # times the median size of weights, beyond which they are clipped
 SAMPLE = 4096  # weights of a slice whose median stands for all, which would take most of the time of a search
 TAKEN_OUT = 4.0  # standard deviations of chance from which noise is taken out: below what a trace would name
-PLANTED = 4.5  # from which it was put there
+PLANTED = 4.5  # standard deviations of chance from which noise counts as planted
 SAME_LINE = 0.5  # cosine of weights from which two bases count as one line
 PIECE, LEAST_WEIGHTS = 16384, 8  # weights that are fitted together; the fewest for each number that is fitted
 PASSES = 4  # Newton steps to the robust fit of what is taken out

@@ -234,8 +234,8 @@ def default_secret_path() -> Path:
 
 
 def server_secret(note: Callable[[str], None] = lambda _: None) -> bytes:
-    """The server's own secret, which is made on first use; ``note`` is told so. Raises MpuError if it cannot be made or
-    read."""
+    """The server's own secret, which is made on first use; ``note`` reports that. Raises MpuError if it cannot be made
+    or read."""
     path = default_secret_path()
     if not path.exists():
         note(

@@ -267,7 +267,7 @@ def remarks_on_plan(plan: PublishPlan) -> Iterator[Remark]:
 
 
 def remarks_on_result(plan: PublishPlan, published: Published, leakage: Hidden | None) -> Iterator[Remark]:
-    """Remarks on what the copies hide from whom, as far as the weights tell."""
+    """Remarks on what the copies hide from whom, as far as the weights show."""
     if leakage:
         yield from _on_leakage(plan, leakage)
     yield from _without_pretrained(plan, published)

@@ -55,7 +55,7 @@ class ServerStep:
 
     @property
     def rise(self) -> float:
-        """By how much the loss rises at the chosen step."""
+        """The rise of the loss at the chosen step."""
         return self.losses[self.chosen] - self.losses[0.0]
 
 
