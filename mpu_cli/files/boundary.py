@@ -54,7 +54,7 @@ def open_inside(folder: int, name: str, where: Path) -> BinaryIO:
 
 
 def unreadable(path: Path, error: OSError) -> MpuError:
-    """What to say of a file that could not be opened."""
+    """The error for a file that could not be opened."""
     if error.errno == errno.ELOOP:
         return MpuError(f"{path}: is a link, which could lead to any file here, so it is not followed", GET_IT_AGAIN)
     return MpuError(f"{path}: cannot be read: {error.strerror}")
@@ -73,7 +73,7 @@ def _open(name: str | Path, where: Path, flags: int, folder: int | None = None) 
 
 
 def _blob(path: Path) -> Path | None:
-    """Where a link of the Hub's cache (``…/snapshots/REVISION/NAME``) leads, if that is a blob of its repository."""
+    """The target of a link of the Hub's cache (``…/snapshots/REVISION/NAME``), if that is a blob of its repository."""
     parents = path.absolute().parents
     snapshots = next((parent for parent in parents if parent.name == "snapshots"), None)
     if snapshots is None or not path.is_symlink():
@@ -96,7 +96,7 @@ def read_bounded(path: Path, limit: int = MAX_SMALL_FILE, *, links: bool = True)
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have errors of the system that name no file, as that of a full disk does not, name ``path``."""
+    """Add ``path`` to errors of the system that name no file, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -166,7 +166,7 @@ def current_umask() -> int:
 
 
 def sync_folder(path: Path) -> None:
-    """Have the names in a directory on the disk."""
+    """Flush the names in a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -293,7 +293,7 @@ def _no_number(text: str) -> float:
 
 
 def as_entries(document: Document) -> dict[str, object]:
-    """The inverse of ``parse_document``: what JSON has of it."""
+    """The inverse of ``parse_document``: its entries in JSON."""
     entries = msgspec.to_builtins(document)
     assert isinstance(entries, dict)
     return entries

@@ -193,7 +193,7 @@ def _remove(name: str, parent: int, deeper: int) -> None:
     os.rmdir(name, dir_fd=parent)
 
 
-# What may stand in the JSON files of a model: allow-lists of names, and of the kinds of values.
+# The contents that the JSON files of a model may have: allow-lists of names, and of the kinds of values.
 #
 # Both directions use them. A config from another party could name files, repositories or code for the libraries that
 # read it (``transformers_weights``, ``auto_map``, ``quantization_config``, kernels); one that is published could name
@@ -219,7 +219,7 @@ HARMLESS = {
     "torchscript", "task_specific_params", "problem_type", "finetuning_task", "_attn_implementation",
     "output_attentions",
 }  # fmt: skip
-# Entries of other files that change neither tokens nor what is generated: where files lay, and what is no limit.
+# Entries of other files that change neither tokens nor what is generated: where files lay, and what limits nothing.
 _HARMLESS_BESIDE = {
     "tokenizer_config.json": {
         "model_max_length", "name_or_path", "auto_map", "is_local", "local_files_only", "tokenizer_file", "vocab_file",
@@ -234,8 +234,8 @@ def clean_config(config: Mapping[str, object], also: Collection[str] = ()) -> di
 
 
 def left_out(config: Mapping[str, object], fields: Collection[str] | None = None) -> list[str]:
-    """The entries of a config.json that ``clean_config`` drops and that say something: of those ``fields`` to the
-    library that reads them or, if it is not asked, of all but those that say nothing of the architecture."""
+    """The entries of a config.json that ``clean_config`` drops and that matter: those of ``fields``, which a library
+    reads, or, without ``fields``, all but those that do not describe the architecture."""
     return sorted(_dropped_entries(config, clean_config(config), HARMLESS if fields is None else None, fields or ()))
 
 
@@ -252,7 +252,7 @@ def _dropped_entries(
 
 
 def left_out_of(file: str, table: Mapping[str, object]) -> list[str]:
-    """The entries of a JSON file beside the config that cleaning drops and that say something."""
+    """The entries of a JSON file beside the config that cleaning drops and that matter."""
     return sorted(_dropped_entries(table, JSON_FILES[file](table), _HARMLESS_BESIDE.get(file, ()), ()))
 
 

@@ -32,7 +32,7 @@ VERSION = 2
 # of a LoRA delta: W.lora_B (rows of W, r) times W.lora_A (r, columns of W)
 LEFT_FACTOR, RIGHT_FACTOR = ".lora_B", ".lora_A"
 _ROUND_FOLDER = re.compile(r"round_(\d{1,6})", re.ASCII)
-# What `mpu sweep` leaves in its folder: the names of all experiments, and a line for each that is done.
+# The files that `mpu sweep` leaves in its folder: the names of all experiments, and a line for each that is done.
 PLANNED, RESULTS = "sweep.json", "results.jsonl"
 MANIFEST_NAME = "mpu.json"
 TAGS = {  # of a delta's training, in words
@@ -46,23 +46,21 @@ NoiseShare = Annotated[float, Meta(ge=0, le=100)]
 
 @dataclass(frozen=True)
 class CopyManifest:
-    """Which copy of which publication a directory holds. ``copy`` counts from 1.
-
-    ``symmetries`` is the set that its coordinates are drawn from. It is not a secret: the client's optimiser must suit
-    it. ``noise``: the RMS of its permanent noise as a share of that of its weights, from which the client knows how far
-    to unlearn; 0 if there is none.
-    """
+    """The copy that a directory holds: its number and its publication."""
 
     run: RunName
     round: Count
-    copy: Count
+    copy: Count  # counts from 1
     copies: Count
     copy_id: Word
+    # the set that its coordinates are drawn from; not a secret: the client's optimiser must suit it
     symmetries: Word | None = None
+    # the RMS of its permanent noise as a share of that of its weights, from which the client knows how far to
+    # unlearn; 0 if there is none
     noise: NoiseShare = 0.0
 
     def facts(self) -> dict[str, object]:
-        """What is in ``mpu.json``, and in the metadata of the weights and of deltas."""
+        """The facts in ``mpu.json``, and in the metadata of the weights and of deltas."""
         return {name: value for name, value in asdict(self).items() if value or name != "noise"}
 
 
@@ -77,19 +75,17 @@ class ModelManifest:
 
 @dataclass(frozen=True)
 class DeltaManifest:
-    """Which model a delta changes; ``origin`` is None for a model that is not a copy (the clean baseline).
+    """The model that a delta changes, and how it was trained."""
 
-    ``privacy`` is the (epsilon, delta) that the client reports if it trained privately. ``trained``: tags of records,
-    options and versions, equal for copies that were trained identically (``mpu_cli.training.delta``). ``until_done``:
-    whether the copy was trained until it had forgotten the records, and not for a number of epochs.
-    """
-
-    origin: CopyManifest | None
+    origin: CopyManifest | None  # None for a model that is not a copy (the clean baseline)
     algorithm: str
     kind: str = "full"
     inverted: bool = False
-    privacy: dict[str, float] | None = None
+    privacy: dict[str, float] | None = None  # the (epsilon, delta) that the client reports if it trained privately
+    # tags of records, options and versions, equal for copies that were trained identically
+    # (``mpu_cli.training.delta``)
     trained: dict[str, str] | None = None
+    # whether the copy was trained until it had forgotten the records, not for a number of epochs
     until_done: bool = False
 
 
@@ -191,7 +187,7 @@ def _copy_manifest(entries: Mapping[str, object], path: Path) -> CopyManifest:
     return facts
 
 
-# Where outputs go if no option says: names that hold the round, so that the next one does not collide with it.
+# The default paths of outputs: names that hold the round, so that the next one does not collide with it.
 
 SUFFIX = ".safetensors"
 
@@ -218,18 +214,18 @@ def round_folder(parent: Path, number: int) -> Path:
 
 
 def keys_path(number: int) -> Path:
-    """Where `mpu publish` puts the keys of a round: ``keys.bin``, then ``keys_2.bin`` … Not into the folder of the
+    """The key file of a round, as `mpu publish` names it: ``keys.bin``, then ``keys_2.bin`` … Not in the folder of the
     round, which is sent as a whole."""
     return Path("keys.bin" if number == 1 else f"keys_{number}.bin")
 
 
 def model_folder(number: int) -> Path:
-    """Where `mpu aggregate` puts the model of round ``number``: ``unlearned``, then ``unlearned_2`` …"""
+    """The folder in which `mpu aggregate` puts the model of round ``number``: ``unlearned``, then ``unlearned_2`` …"""
     return Path("unlearned" if number == 1 else f"unlearned_{number}")
 
 
 def name_of_copy(copy: str) -> str:
-    """What a delta of the model at ``copy`` (a path or a Hub id) is called."""
+    """The name of a delta of the model at ``copy`` (a path or a Hub id)."""
     name = Path(copy).resolve().name if Path(copy).exists() else copy.rsplit("/", 1)[-1]
     return name.removesuffix(SUFFIX).removesuffix(".age")
 

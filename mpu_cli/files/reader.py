@@ -48,7 +48,7 @@ BEGINNING = 64  # bytes of a file by which other formats are known
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """Where a tensor is stored: row by row from byte ``start`` of ``file``; ``dtype`` by safetensors' name (F32, …)."""
+    """The place of a tensor: row by row from byte ``start`` of ``file``; ``dtype`` by safetensors' name (F32, …)."""
 
     name: str
     dtype: str
@@ -206,14 +206,14 @@ INDEX = ".index.json"  # how an index of shards ends
 INDEX_NAME = f"model.safetensors{INDEX}"
 WEIGHTS_NAME = "model.safetensors"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's
-MARK = "mpu"  # of a file's metadata, what mpu says of it; other tools say what they like
+MARK = "mpu"  # of a file's metadata, mpu's own entry; other tools add what they like
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 SHARD = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.safetensors\Z")
 MOST_TENSORS, MOST_HEADERS = 200_000, 2 * MAX_HEADER  # tensors and bytes of headers, over all shards
 
 
 def shard_name(number: int, count: int) -> str:
-    """What transformers calls shard ``number``, counted from 1, of ``count``."""
+    """transformers' name for shard ``number``, counted from 1, of ``count``."""
     return f"model-{number:05d}-of-{count:05d}.safetensors"
 
 
@@ -267,7 +267,7 @@ class Checkpoint:
             self._maps[info.file].madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def with_renamed_tensors(self, names: Mapping[str, str]) -> Checkpoint:
-        """Only the tensors that are keys of ``names``, called as it says, in the same files."""
+        """Only the tensors that are keys of ``names``, with its values as their names, in the same files."""
         tensors = {names[name]: info for name, info in self.tensors.items() if name in names}
         return Checkpoint(self.path, tensors, self.metadata, self.links, parent=self)
 

@@ -1,6 +1,6 @@
 """Work that can be interrupted and resumed: files that are whole or not there, and whether the work is the same.
 
-Commands that resume keep the facts of their work in a JSON document beside it. What is found is used again only if
+Commands that resume keep the facts of their work in a JSON document beside it. Existing files are used again only if
 those facts are equal.
 """
 
@@ -81,7 +81,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def differences(before: Mapping[str, object], now: Mapping[str, object], prefix: str = "") -> Iterator[str]:
-    """What differs between two tables of facts, such as ``experiment.kappa 0.01 → 0.02``."""
+    """The differences between two tables of facts, such as ``experiment.kappa 0.01 → 0.02``."""
     for name in sorted({*before, *now}):
         old, new = before.get(name), now.get(name)
         if isinstance(old, dict) and isinstance(new, dict):
@@ -127,7 +127,7 @@ def append_line(path: Path, values: Mapping[str, object]) -> None:
 
 
 def _end_of_lines(file: BinaryIO) -> int:
-    """Where the last finished line of ``file`` ends, in bytes."""
+    """The end of the last finished line of ``file``, in bytes."""
     end = file.seek(0, os.SEEK_END)
     while end:
         begin = max(0, end - BLOCK)

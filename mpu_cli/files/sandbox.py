@@ -1,9 +1,9 @@
-"""A process of its own, with limits of time and memory, for what another party wrote and a library computes with.
+"""A process of its own, with limits of time and memory, for libraries that compute with what another party wrote.
 
 Chat templates are programs, the rules of a tokenizer.json can grow a word to gigabytes or take for ever, and so can the
-regular expressions in an adapter's config. None of these can be interrupted inside a process. So templates are rendered
-there, vocabularies in older forms are converted there, and every text is tokenized, and every sequence of tokens
-decoded, there before it is here.
+regular expressions in an adapter's config. None of these can be interrupted inside a process. That process therefore
+renders templates and converts vocabularies in older forms, and it tokenizes every text and decodes every sequence of
+tokens before this one does.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     for path in (folder / "tokenizer_config.json", folder / "config.json"):
         name = read_json_object(path, LARGEST_TOKENIZER).get("tokenizer_class") if path.exists() else None
         named = tokenizer_class_from_name(name) if isinstance(name, str) and name else None
-        # What a missing library leaves in place of a class says itself what is missing.
+        # The placeholder for a class whose library is missing says itself what is missing.
         is_missing = getattr(named, "is_dummy", False)
         if named and not is_missing and not (isinstance(named, type) and issubclass(named, PreTrainedTokenizerBase)):
             raise ValueError(f"{path.name}: {name!r} is not a tokenizer")
@@ -77,7 +77,7 @@ class Process:
         self._tokenizer: int | None = None  # hash of the one that it has
 
     def start(self) -> subprocess.Popen[bytes]:
-        """Have it import its libraries while this process does something else."""
+        """Make it import its libraries while this process does something else."""
         if self._process is None or self._process.poll() is not None or self._owner != os.getpid():
             quiet = {
                 "TRANSFORMERS_VERBOSITY": "error", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1",
@@ -104,7 +104,7 @@ class Process:
         return outcome
 
     def tokenize(self, tokenizer: str, texts: Sequence[str], special: bool) -> list[Outcome]:
-        """How many tokens each text has with the tokenizer of this JSON. Raises LimitError."""
+        """The number of tokens that each text has with the tokenizer of this JSON. Raises LimitError."""
         seconds = _seconds(texts) + sum(map(len, texts)) / 100_000
         longest = MAX_ERROR * 8 * len(texts) + 100
         return self._ask("tokenize", {"texts": texts, "special": special}, seconds, longest, tokenizer)
@@ -118,12 +118,12 @@ class Process:
         return outcome
 
     def decode(self, tokenizer: str, sequences: Sequence[Sequence[int]], skip_special: bool) -> list[Outcome]:
-        """How many characters the text of each sequence of tokens has. Raises LimitError."""
+        """The number of characters in the text of each sequence of tokens. Raises LimitError."""
         values = {"sequences": sequences, "skip_special": skip_special}
         return self._ask("decode", values, _seconds(sequences), MAX_ERROR * 8 * len(sequences) + 100, tokenizer)
 
     def match(self, patterns: Sequence[str], names: Sequence[str]) -> list[Outcome]:
-        """Of each name, the first pattern that matches its end, as peft looks for it; "" if none does. Raises
+        """For each name, the first pattern that matches its end, as peft looks for it; "" if none does. Raises
         LimitError."""
         longest = 8 * (sum(map(len, patterns)) + MAX_ERROR) * (len(names) + 1)
         return self._ask("match", {"patterns": patterns, "names": names}, REQUEST_SECONDS, longest)
@@ -131,7 +131,7 @@ class Process:
     def _ask(
         self, what: str, values: Mapping[str, object], seconds: float, longest: int, tokenizer: str | None = None
     ) -> list[Outcome]:
-        """What it replies, once it holds the ``tokenizer`` of this JSON, if one is named."""
+        """Its reply, once it holds the ``tokenizer`` of this JSON, if one is named."""
         with self._lock:
             process = self.start()
             if tokenizer is not None and self._tokenizer != hash(tokenizer):
@@ -200,10 +200,10 @@ def _write(pipe: Any, line: bytes) -> None:
 
 
 class _Worker:
-    """What the other process does: a method for each kind of request, with an outcome for each of its parts."""
+    """The work of the other process: a method for each kind of request, with an outcome for each of its parts."""
 
     def __init__(self) -> None:
-        # What renders takes a second to import, in which tokenizers can be read already.
+        # The renderer takes a second to import, in which tokenizers can be read already.
         self._importing = threading.Thread(target=import_module, args=("transformers.utils.chat_template_utils",))
         self._importing.start()
         self._tokenizer: Any = None  # the one that was loaded last
@@ -225,7 +225,7 @@ class _Worker:
             printed = render_jinja_template([dialogue], **values)[0][0]
             if not isinstance(printed, str):
                 raise TypeError("it does not print text")
-            printed.encode()  # halves of characters are no text
+            printed.encode()  # halves of characters are not text
             return printed
 
         return [_outcome(text, dialogue) for dialogue in dialogues]
@@ -296,8 +296,7 @@ def serve() -> None:
 
 
 def _outcome(work: Callable[[Any], object], argument: object) -> Outcome:
-    """What ``work`` makes of ``argument``, or the first line of what it raised: tokenizers' panics are not
-    Exceptions."""
+    """The result of ``work(argument)``, or the first line of what it raised: tokenizers' panics are not Exceptions."""
     try:
         return True, work(argument)
     except (KeyboardInterrupt, SystemExit):

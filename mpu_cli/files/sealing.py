@@ -73,8 +73,8 @@ def make_identity(path: Path) -> str:
 
 
 def own_secret(path: Path, what: str, hint: str) -> bytes:
-    """256 bits in ``path``, drawn on first use, mode 0600; ``what`` they are, and what to do if they are damaged, for
-    messages. Raises MpuError if the file is invalid, OSError if it cannot be made."""
+    """256 bits in ``path``, drawn on first use, mode 0600; ``what`` says what they are, and ``hint`` what to do if they
+    are damaged, for messages. Raises MpuError if the file is invalid, OSError if it cannot be made."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         fresh = path.with_name(random_name(path.name))
@@ -249,7 +249,7 @@ def _run_through_pipe(work: Callable[[BinaryIO], None], *, reads: bool = False) 
 
 @contextmanager
 def opened_copy(copy: str, identity: Path | None, observer: Observer) -> Iterator[str]:
-    """Where to read a copy: itself or, if it is sealed, a private directory that is removed afterwards.
+    """The path to read a copy from: itself or, if it is sealed, a private directory that is removed afterwards.
 
     Raises UsageError in one of several processes, which would each open it; MpuError if ``identity`` does not open it.
     """

@@ -199,7 +199,7 @@ _SWAP, _EXCLUSIVE = 2, 4  # flags of macOS's renamex_np
 
 
 def _put(output: Path, target: Path) -> Path | None:
-    """Give ``output`` the name ``target``; where the old content of that name is now, None if there was none."""
+    """Give ``output`` the name ``target``; returns the path of that name's old content, None if there was none."""
     if not os.path.lexists(target):
         if not _rename(output, target, exchange=False):
             output.rename(target)
@@ -294,7 +294,7 @@ def _is_locked(folder: Path) -> bool:
 
 
 def _unfinished(parent: Path, name: str) -> list[Path]:
-    """The folders in ``parent`` in which the output ``name`` is, or was, on its way."""
+    """The folders in ``parent`` in which the output ``name`` is, or was, being written."""
     if not parent.is_dir():
         return []
     ours = re.compile(rf"\.{re.escape(short_name(name))}\.[a-z0-9_]{{8}}\.partial")  # as mkdtemp names them

@@ -1,4 +1,4 @@
-"""Which entries of a folder are read: none that are hidden, nor what archives and disks of macOS put beside files."""
+"""The entries of a folder to read: none that are hidden, nor what archives and disks of macOS put beside files."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ app = ClientApp()
 
 
 def _state(spool: Spool, copy: str, request: RequestFields, _: list[bytes]) -> Answer:
-    """What has become of a copy, after ``wait`` seconds at most if it is being worked on; with the files that are here
-    of it while it arrives, and with those of its delta once that is done."""
+    """The state of a copy, after ``wait`` seconds at most if it is being worked on; with its files that are here while
+    it arrives, and with those of its delta once that is done."""
     ends = time.monotonic() + min(float(request.get("wait", 0.0)), LONGEST_WAIT)
     while (state := spool.state(copy)) == "waiting" and time.monotonic() < ends:
         time.sleep(LOOK)

@@ -16,7 +16,7 @@ from flwr.serverapp import Grid
 
 from mpu_cli.errors import MpuError
 
-# What the two Flower apps say to each other: requests and replies with plain values, and pieces of files.
+# The messages of the two Flower apps: requests and replies with plain values, and pieces of files.
 
 Value = Any  # str, int, or a list of one of them
 ABOUT, PIECES = "about", "pieces"
@@ -48,14 +48,13 @@ RAISED, ENOUGH = 2, 5  # Flower's code for an exception in the ClientApp, and af
 
 
 def printable_excerpt(text: object) -> str:
-    """What another party sent, as text for a log: one line, without control characters, cut."""
+    """Another party's text for a log: cut to one line without control characters."""
     return "".join(c if c.isprintable() else repr(c)[1:-1] for c in str(text)[:300])
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request about ``copy``, RUN/round_R/copy_K: what is asked (``kind``), with named ``values`` and pieces of
-    files."""
+    """One request about ``copy``, RUN/round_R/copy_K: its ``kind``, with named ``values`` and pieces of files."""
 
     kind: str
     copy: str
@@ -65,7 +64,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """What a Flower app answered: named ``values``, and pieces of files, at most as many as were asked for."""
+    """A Flower app's answer: named ``values``, and pieces of files, at most as many as were requested."""
 
     values: Mapping[str, Value]
     data: list[bytes]
@@ -194,14 +193,14 @@ class Exchange:
         except MpuError as error:
             self._give_up(number, owner, printable_excerpt(error.problem), error)
         except (KeyError, ValueError, TypeError, IndexError, AttributeError, OSError) as error:
-            # What a Flower app answers is whatever its owner, or somebody who broke in there, wants.
+            # A Flower app answers whatever its owner, or somebody who broke in there, wants.
             why = f"its reply cannot be used ({type(error).__name__}: {printable_excerpt(error)})"
             self._give_up(number, owner, why)
         else:
             self._running[number] = _Running(job, owner, request, time.monotonic())
 
     def _give_up(self, number: int, owner: str, why: str, error: MpuError | None = None) -> None:
-        """End a job: ``why`` is told, and ``error`` kept, unless it is what usually follows from that."""
+        """End a job: say ``why``, and keep ``error``, by default one made of that."""
         self._running.pop(number, None)
         error = error or MpuError(f"{owner}: {why}", "see its SuperNode's output, and run again")
         self._failures.append((owner, error))

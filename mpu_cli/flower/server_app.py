@@ -1,6 +1,6 @@
 """The model owner's Flower app: a Flower ServerApp that publishes, sends, collects and aggregates, round by round.
 
-Everything that it has done is on disk, so that a run that was stopped goes on:
+Everything that it has done is on disk, so that an interrupted run resumes where it left off:
 
     STATE/identity.txt                          opens the keys
     STATE/round_R/OWNER/copies/copy_K, keys.bin, deltas/copy_K.safetensors (checked), rejected/
@@ -46,23 +46,18 @@ OWNER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*")
 
 @dataclass(frozen=True)
 class Settings:
-    """The run's configuration (``flwr run --run-config``).
+    """The run's configuration (``flwr run --run-config``)."""
 
-    ``base``: the model; ``state``: the folder for everything that is kept; ``publish`` and ``aggregate``: more
-    arguments of those commands; ``poll``: seconds between questions, ``patience`` until one is sent again, ``limit``
-    until an owner is given up; ``leave_out``: then go on without that owner, as long as ``quorum`` are left.
-    """
-
-    base: str
-    state: Path
+    base: str  # the model
+    state: Path  # the folder for everything that is kept
     owners: tuple[str, ...]
     rounds: int
-    publish: list[str]
-    aggregate: list[str]
-    poll: float
-    patience: float
-    limit: float
-    leave_out: bool
+    publish: list[str]  # more arguments of `mpu publish`
+    aggregate: list[str]  # more arguments of `mpu aggregate`
+    poll: float  # seconds between questions
+    patience: float  # seconds until a question is sent again
+    limit: float  # seconds until an owner is given up
+    leave_out: bool  # whether to continue without an owner that was given up, as long as ``quorum`` are left
     quorum: int
 
 
@@ -87,14 +82,14 @@ def settings_of(config: dict[str, str | int | float | bool]) -> Settings:
     )  # fmt: skip
 
 
-# Which files, and which pieces of them, go over the network next.
+# The pieces of files that go over the network next.
 
 PIECE = 32 << 20  # bytes of files in a message
 MAX_FILES = 1_000  # of a delta: shards of 5 GB
 
 
 def odd_files(sizes: dict[str, int], name: str) -> str:
-    """What is odd about the declared files of a delta that is called ``name``; nothing if they can be one."""
+    """The problem with the declared files of a delta that is called ``name``; empty if they can be one."""
     if len(sizes) > MAX_FILES:
         return f"sent {len(sizes):,} files"
     inside = [file.removeprefix(f"{name}/") for file in sizes if file.startswith(f"{name}/")]
@@ -111,7 +106,7 @@ def odd_files(sizes: dict[str, int], name: str) -> str:
 
 
 def next_pieces_to_fetch(sizes: dict[str, int], received_sizes: dict[str, int]) -> dict[str, int]:
-    """How many bytes to ask for next of which files: PIECE at most, small files together."""
+    """The number of bytes to request next of each file: PIECE at most, small files together."""
     counts: dict[str, int] = {}
     room = PIECE
     for file, size in sizes.items():
@@ -141,7 +136,7 @@ def next_pieces_to_send(missing: dict[Path, int]) -> tuple[list[str], list[int],
 # The rounds.
 
 PARTS = 3  # of a delivery: sending a copy, unlearning on it, and fetching its delta
-TRIES = 2  # a delta that fails its checks is asked for again once, a copy that arrives damaged is sent again once
+TRIES = 2  # a delta that fails its checks is requested again once, a copy that arrives damaged is sent again once
 MAX_DELTA_RATIO = 4  # times a copy's size: a delta in float64 of a copy in bfloat16
 HEADERS = 64 << 20  # bytes, beside the weights of a delta
 LEFT_OUT = "left_out.json"
@@ -241,7 +236,7 @@ class Round:
             shutil.rmtree(copy)
 
     def _collect(self, owners: Sequence[str]) -> dict[str, MpuError]:
-        """Get the deltas of ``owners``; the failure of each that has not all of them."""
+        """Get the deltas of ``owners``; the failure of each that lacks some."""
         pairs = [(owner, copy) for owner in owners for copy in self.copies(owner)]
         failures = self.exchange.run((owner, self._deliver(owner, copy)) for owner, copy in pairs)
         if not failures:
@@ -392,7 +387,7 @@ class Round:
         return reply
 
     def _fetch(self, name: str, arrived: Path, copy: Path, declared: Reply, ends: float) -> Job:
-        """Fetch the files of a delta that its owner has ``declared``; what is wrong with them, or nothing."""
+        """Fetch the files of a delta that its owner has ``declared``; the problem with them, or ""."""
         sizes, digests = table(declared, "sizes", int), table(declared, "digests", str)
         if problem := odd_files(sizes, arrived.name):
             return problem
@@ -428,7 +423,7 @@ class Round:
             )
 
     def _complaint(self, owner: str, name: str, delta: Path) -> str:
-        """Why a delta cannot be aggregated as that of the copy ``name``; nothing if it can."""
+        """The reason why a delta cannot be aggregated as that of the copy ``name``; empty if it can."""
         inverted = delta.parent / "inverted"
         try:
             origin = delta_manifest(open_checkpoint(delta).metadata, delta).origin

@@ -117,7 +117,7 @@ class Spool:
         if "/" in name or self._folder.kind(_inbox_path(copy)) is not None:
             return
         if not 0 <= offset <= self._folder.size(path):
-            return  # a piece before it is missing: the sender asks what is held
+            return  # a piece before it is missing: the sender asks which bytes are here
         self._folder.write_at(path, offset, data)
 
     def complete(self, copy: str, digests: Mapping[str, str]) -> list[str]:
@@ -244,12 +244,12 @@ def _failure_path(copy: str) -> str:
 
 
 def copy_name(manifest: CopyManifest) -> str:
-    """What a spool calls the copy of ``manifest``: RUN/round_R/copy_K."""
+    """A spool's name for the copy of ``manifest``: RUN/round_R/copy_K."""
     return f"{manifest.run}/round_{manifest.round}/copy_{manifest.copy}"
 
 
 def is_name(name: object, pattern: re.Pattern[str]) -> bool:
-    """Whether ``name`` has the form of a name here, which none that leads elsewhere has."""
+    """Whether ``name`` has the form of a name here, which no path that leads elsewhere has."""
     return isinstance(name, str) and bool(pattern.fullmatch(name)) and ".." not in name
 
 

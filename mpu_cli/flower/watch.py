@@ -1,7 +1,7 @@
 """The data owner's worker: unlearns on each copy that arrives in a spool, and leaves the delta there.
 
-What deltas tell of the records grows with every training, and under DP-SGD every training draws new noise. So each
-copy is trained on once: a delta that is asked for again is handed over again, as it was.
+Deltas leak more of the records with every training, and under DP-SGD every training draws new noise. So each copy is
+trained on once: a delta that is requested again is handed over again, as it was.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class CopyTask:
 
 
 class TrainingReport(Document):
-    """What came of the training on a copy: in a sentence, what is probably wrong with it, and for JSON."""
+    """The result of the training on a copy: in a sentence, what is probably wrong with it, and for JSON."""
 
     summary: Text
     warnings: list[Text]
@@ -73,8 +73,8 @@ class TrainingReport(Document):
 
 
 class Message(Document):
-    """What the process says: that a stage begins (label, total, unit), that some of it is done (amount, detail), a note
-    or a warning (text), a failure (problem, hint), or that it is done, with a report if there was a training."""
+    """A message of the process: a stage begins (label, total, unit), some of it is done (amount, detail), a note or a
+    warning (text), a failure (problem, hint), or it is done, with a report if there was a training."""
 
     kind: Literal["stage", "advance", "note", "warn", "failed", "done"]
     values: Annotated[list[float | Text | None], Meta(max_length=3)] = msgspec.field(default_factory=list)
@@ -105,7 +105,7 @@ class Answering:
         except (EOFError, OSError) as error:
             raise MpuError(f"the process that trained on it ended ({self._end()})") from error
         except BaseException:
-            # Also if it says what it should not: what it says next would be taken for the next copy's.
+            # Also after an invalid message: what the process says next would be taken for the next copy's.
             self.stop()
             raise
         match message.kind, message.values:
@@ -286,7 +286,7 @@ class AnsweredCopy(Document):
 
 
 def read_answers(path: Path) -> list[AnsweredCopy]:
-    """What was done about copies so far, in order. Raises MpuError if the file is damaged."""
+    """The worker's answers to copies so far, in order. Raises MpuError if the file is damaged."""
     hint = "choose another --work"
     answers: list[AnsweredCopy] = []
     for line in read_lines(path, hint):
@@ -298,20 +298,16 @@ def read_answers(path: Path) -> list[AnsweredCopy]:
 
 @dataclass(frozen=True, kw_only=True)
 class Watching:
-    """What is unlearned, and where: ``work`` is private, only finished deltas go to the spool.
-
-    ``seconds`` is how long a copy may take; ``most``, how many trainings may begin in all: one that fails tells the
-    other party something, too.
-    """
+    """The options and folders of a worker that unlearns on the copies in a spool."""
 
     spool: Spool
-    work: Path
+    work: Path  # private: only finished deltas go to the spool
     data: Dataset
     options: Unlearning
     observer: Observer
     on_delta: Callable[[str, Path, TrainingReport | None], None]
-    most: int | None
-    seconds: float
+    most: int | None  # trainings that may begin in all, as one that fails tells the other party something, too
+    seconds: float  # how long a copy may take
     checks: Checks
     # Copies that failed and could not be marked so: without this they would be trained on again at every look.
     _unmarked: set[str] = field(default_factory=set)
@@ -352,7 +348,7 @@ class Watching:
             answering.stop()
 
     def _answer(self, copy: str, answering: Answering) -> None:
-        """Unlearn on a copy; a failure is told here, and to the other party only that it happened."""
+        """Unlearn on a copy; a failure is reported here; the other party learns only that it happened."""
         delta = self._delta(copy)
         arrived = self.work / "arrived" / copy
         try:
@@ -388,7 +384,7 @@ class Watching:
 
     def _begin(self, copy: str, digest: str) -> None:
         """Count a training before it begins, unless it was begun on the same files and stopped. Raises MpuError if
-        there were as many as may be."""
+        ``most`` have begun."""
         answers = self._answers(copy)
         if answers and (answers[-1].state, answers[-1].digest) == (BEGUN, digest):
             return
@@ -411,7 +407,7 @@ class Watching:
         return answers[-1].state if answers else ""
 
     def _answers(self, copy: str | None = None) -> list[AnsweredCopy]:
-        """What was done about each copy so far, or about one, in order."""
+        """The answers to all copies so far, or to one, in order."""
         return [answer for answer in read_answers(self._ledger) if copy in (None, answer.copy)]
 
     def _delta(self, copy: str) -> Path:

@@ -43,7 +43,7 @@ from mpu_cli.model.sampling import (
 )
 from mpu_cli.model.transform import as_matrix, name_in_copy, tensor_map
 
-# Which rows of a copy are which of the target, and by which rotation they were turned.
+# The match of a copy's rows with the target's, and the rotations by which they were turned.
 
 FEATURES = 512  # features of a row used in the first search for its partner
 MARGIN = 6  # standard deviations of the cosine of FEATURES independent numbers
@@ -97,7 +97,8 @@ def match_signed(
 
 
 def subspace_overlap(copy: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """How far two heads span the same space, regardless of rotation: ‖A Bᵀ‖²/(‖A Aᵀ‖·‖B Bᵀ‖), (heads, heads)."""
+    """The overlap of the spaces that two heads span, regardless of rotation: ‖A Bᵀ‖²/(‖A Aᵀ‖·‖B Bᵀ‖), (heads,
+    heads)."""
     cross = torch.einsum("aif,bjf->abij", copy, target).square().sum((2, 3))
     norms = [torch.einsum("aif,ajf->aij", x, x).square().sum((1, 2)).sqrt() for x in (copy, target)]
     return cross / (norms[0][:, None] * norms[1][None, :]).clamp(min=1e-30)
@@ -150,16 +151,16 @@ def quarter(angles: torch.Tensor) -> torch.Tensor:
     return (angles / (torch.pi / 2)).round() * (torch.pi / 2)
 
 
-# Where an axis occurs in the tensors of a layer, the weights there, and the tensors with the maps of axes undone.
+# The places of an axis in the tensors of a layer, the weights there, and the tensors with the maps of axes undone.
 
 Tensors = Mapping[str, torch.Tensor]  # float32, by name
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an axis occurs: tensor, dimension, and the indices of that dimension that belong to it, in their order.
+    """A place of an axis: tensor, dimension, and the indices of that dimension that belong to it, in their order.
 
-    ``expert``: the matrix of a stack that it occurs in, None if the tensor is no stack, or the axis in all of it.
+    ``expert``: the matrix of a stack that it occurs in, None if the tensor is not a stack, or the axis is in all of it.
     """
 
     tensor: str
@@ -220,7 +221,7 @@ OUTER_AXES = {"model", "|model|", "one", "taps"}  # axes that are aligned before
 
 
 def stage_of(symmetry: Symmetry) -> int:
-    """When a symmetry is sought: after those that its features are read through."""
+    """The stage at which a symmetry is sought: after those that its features are read through."""
     if isinstance(symmetry, Permutation | GroupedHeads):
         return 2 if isinstance(symmetry, Permutation) and symmetry.per_expert else 0
     return 2 if isinstance(symmetry, Rotation | QuarterTurns) else 1
@@ -284,8 +285,8 @@ class LayerAlignment:
 
     @align.register
     def _(self, symmetry: LatentHeads) -> None:
-        """Which head is which, and the turns of its coordinates without RoPE, of its values and, the same for all
-        heads, of its coordinates with RoPE. The latents are aligned by now."""
+        """Match the heads, and find the turns of their coordinates without RoPE, of their values and, the same for all
+        heads, of their coordinates with RoPE. The latents are aligned by now."""
         heads, free = self._sizes["heads"], self._sizes["mla-free"]
         copy, target = self._parts_of_latent_heads(heads, free)
         order = torch.arange(heads)

@@ -1,4 +1,4 @@
-"""How much of the server's model a client that keeps its copies can recover, measured by attacking it.
+"""The share of the server's model that a client can recover from copies that it keeps, measured by attacking it.
 
 The attacks read the copies, the public reference and the α published in the paper; the base is read only to score
 them, and the keys not at all. An attacker without a reference ends up in the coordinates of one copy, in which the
@@ -28,7 +28,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.protocol.noise import SCHEMES, Extrapolated, Scheme, given_factors
 from mpu_cli.protocol.publication import matching
 
-# How an attacker estimates a change hidden in noise, better than by taking it as it is.
+# An attacker's estimates of a change hidden in noise, better than taking it as it is.
 #
 # d = v + n is what a recovered model has on top of what is public, n white noise. Multiplied by ‖v‖²/(‖v‖² + ‖n‖²),
 # the best factor for a v that nothing is known of, its error is η/√(1 + η²) of v at noise of scale η, where d itself
@@ -42,7 +42,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def estimates(recovered: Tensors, public: Tensors, truth: Tensors) -> dict[str, dict[str, torch.Tensor]]:
-    """``recovered`` itself, and what shrinking its difference from ``public`` makes of it, by the name of the method.
+    """``recovered`` itself, and with its difference from ``public`` shrunk, by the name of the method.
 
     ``truth`` only gives the scale of the noise in each tensor, which an attacker who knows κ computes.
     """
@@ -84,19 +84,15 @@ RECOVERY_ERROR = 0.1
 
 @dataclass(frozen=True)
 class Attack:
-    """One way to recover the weights.
-
-    ``several``: needs more than one copy; ``reference``: uses the public reference; ``one_draw``: works only on copies
-    at multiples of one draw of the noise, of which there are more than two; ``believes``: removes the noise as the
-    attacker believes it to be.
-    """
+    """One way to recover the weights."""
 
     name: str
     description: str
-    several: bool = False
-    reference: bool = False
+    several: bool = False  # needs more than one copy
+    reference: bool = False  # uses the public reference
+    # works only on copies at multiples of one draw of the noise, of which there are more than two
     one_draw: bool = False
-    believes: bool = False
+    believes: bool = False  # removes the noise as the attacker believes it to be
 
 
 ONE_COPY = Attack("one copy", "one copy, no reference: only the noise hides the weights")
@@ -134,7 +130,7 @@ ATTACKS = {
 
 @dataclass
 class Recovered:
-    """What one attack recovered: squared errors by method of estimating the change and block.
+    """The errors of one attack: squared, by method of estimating the change and block.
 
     ``function``: up to the symmetries, under which the model computes the same function; ``task``: as recovered, in
     the reference's coordinates, if the attack ends up in them.
@@ -394,8 +390,8 @@ class _Attacker:
         self, attack: Attack, whose: Model, estimate: Mapping[str, torch.Tensor], *, block: str,
         tensors: Sequence[TensorLayout], truth: Mapping[str, torch.Tensor],
     ) -> None:  # fmt: skip
-        """Add the errors of ``estimate``, in the coordinates of ``whose``: the first copy, or the reference. What the
-        attacker has besides is the reference, or nothing."""
+        """Add the errors of ``estimate``, in the coordinates of ``whose``: the first copy, or the reference. Changes
+        are estimated relative to the reference, or to zero for the first copy."""
         recovered = self.audit.attacks[attack.name]
         first_copy = self._copies[0]
         outer = self._outer(first_copy, self._base, "every")
@@ -460,7 +456,7 @@ def _distance(estimate: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Te
     return _square({name: estimate[name] - weights for name, weights in truth.items()})
 
 
-# What an attacker takes for granted of the noise and the symmetries, where nothing says: each in turn, until one
+# An attacker's assumptions on the noise and the symmetries, where none are given: each in turn, until one
 # explains the copies.
 
 _Manifests = Sequence[CopyManifest | None]  # of the copies, None for a model without one
@@ -470,7 +466,7 @@ UNDONE = 0.5  # if an attack reduces the error of one copy to this share, the as
 
 @dataclass(frozen=True)
 class Attempt:
-    """An audit, and what the attacker took for granted in it."""
+    """An audit, and the attacker's assumptions in it."""
 
     audit: Audit
     noise: Scheme
@@ -543,7 +539,7 @@ def _believed_symmetries(manifests: _Manifests, requested: str | None) -> list[s
 
 
 def _publications(manifests: _Manifests) -> list[object]:
-    """Which publication each copy is of; copies without a manifest are taken for those of one.
+    """The publication of each copy; copies without a manifest are taken for those of one.
 
     A run and round may have been published more than once: two copies of one number are of two publications.
     """

@@ -50,8 +50,8 @@ RETAIN = "retain model"  # of a line: the metrics of the model that never saw th
 RELEARNING = "relearning"  # of a line: curves of models whose forgotten records are learned again
 FIXED = ("name", "digest", "metrics", "smallest_pairwise_cosine", "lost_to_rounding", "noise_asked", "noise_survived",
          "error_estimate", "seconds", "evaluation_seconds", BEFORE, RETAIN, RELEARNING)  # fmt: skip
-PUBLISHED = "published"  # how the mode of what others measured begins
-LITERATURE = "published.jsonl"  # of a sweep's folder: what others measured
+PUBLISHED = "published"  # the beginning of the mode of others' results
+LITERATURE = "published.jsonl"  # of a sweep's folder: others' results
 COLLAPSES = "gradascent"  # destroys a model, clean or not: averages over algorithms leave it out, as the paper's do
 REPEATS = ("secret_seed", "seed")  # draws of the noise, orders of the records
 ALWAYS_TOLD = ("algo", "kappa", "permanent_noise", "copies", "lr", "epochs", "batch_size", "optim", "precision", "seed")
@@ -113,8 +113,8 @@ def pivot(
 
 @dataclass(frozen=True)
 class Distance:
-    """How far from clean: ``percent`` of clean's value, ``of_change``: in percent of how far clean is from the model
-    before unlearning, None if that was not measured. ``count``: of how many algorithms it is the mean."""
+    """The distance from clean: ``percent`` of clean's value; ``of_change``, in percent of clean's own distance from the
+    model before unlearning, None if that was not measured. ``count``: the number of algorithms averaged."""
 
     percent: float
     of_change: float | None = None
@@ -122,7 +122,7 @@ class Distance:
 
 
 def degradation(lines: Sequence[Line], metrics: Sequence[str]) -> dict[str, dict[str, Distance]]:
-    """How far each mode, others' and the model before unlearning, is from clean, by mode and metric.
+    """The distances from clean of each mode, others' included, and of the model before unlearning, by mode and metric.
 
     An algorithm counts with the mean of its runs, each compared with the clean run that it agrees with; gradient ascent
     does not count, unless it is the only one.
@@ -171,7 +171,7 @@ def _mean_distance(distances: Sequence[Distance]) -> Distance:
 
 
 def sentences(distances: Mapping[str, Distance]) -> list[str]:
-    """What ``degradation`` found of a mode, a sentence for each number of algorithms."""
+    """The findings of ``degradation`` on a mode, a sentence for each number of algorithms."""
     texts = []
     for count in dict.fromkeys(distance.count for distance in distances.values()):
         parts = []
@@ -197,7 +197,7 @@ def _fits(line: Line, where: Mapping[str, object]) -> bool:
 
 
 def _distances(lines: Sequence[Line], clean: Sequence[Line], metric: str, repeats: Sequence[str]) -> list[Distance]:
-    """How far each of ``lines`` is from its clean run in ``metric``."""
+    """The distance of each of ``lines`` from its clean run in ``metric``."""
     distances = []
     for line in lines:
         aims = [other for other in clean if _fits(other, {name: line[name] for name in repeats if name in line})]
@@ -271,7 +271,8 @@ def read_sweeps(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def read_others(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """What the sweeps showed beside their own results, each once. Raises MpuError if it is damaged."""
+    """Others' results, which the sweeps showed beside their own, each once. Raises MpuError if a file of them is
+    damaged."""
     lines = [line for folder in folders for line in read_lines(folder / LITERATURE, "run the sweep again")]
     # Without their names, which only number them in each sweep.
     return list({json.dumps(line | {"name": ""}, sort_keys=True): line for line in lines}.values())
@@ -327,8 +328,8 @@ def write_report(
     made: Sequence[str] = (),
     force: bool = False,
 ) -> None:
-    """Write the report in the format that the suffix of ``target`` names; ``published`` are lines of what others
-    measured, which stand beside, ``missing`` the names of experiments without a result, ``made`` says ``how_made``.
+    """Write the report in the format that the suffix of ``target`` names; ``published`` are lines of others' results,
+    which stand beside, ``missing`` the names of experiments without a result, ``made`` says ``how_made``.
 
     Raises MpuError if ``target`` exists and may not be replaced, UsageError for unknown axes and suffixes.
     """
@@ -368,7 +369,7 @@ def write_report(
 
 
 def _summary(lines: Sequence[Line], missing: Sequence[str]) -> str:
-    """How much was done, what is missing, and what bold and ± mean."""
+    """A summary of how much was done, what is missing, and what bold and ± mean."""
     minutes = sum(line.get("seconds") or 0 for line in lines) / 60
     evaluation = sum(line.get("evaluation_seconds") or 0 for line in lines) / 60
     times = f"{minutes:.0f} minutes of both parties' work, {evaluation:.0f} of evaluation"
@@ -383,7 +384,7 @@ def _summary(lines: Sequence[Line], missing: Sequence[str]) -> str:
 def _figures(
     lines: Sequence[Line], available: Sequence[str], names: Sequence[str], repeats: Sequence[str]
 ) -> list[tuple[str, Figure]]:
-    """What the report draws, with headings."""
+    """The figures of the report, with headings."""
     figures: list[tuple[str, Figure]] = []
     forgetting = next((name for name in FORGETTING if name in available), None)
     utility = next((name for name in UTILITY if name in available), None)
@@ -537,7 +538,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
     return merged
 
 
-# What others measured, read from a sweep file, to stand beside what is measured here.
+# Others' results, read from a sweep file, to stand beside what is measured here.
 #
 #     [[published]]                        # one result: options, source, metrics
 #     source = "OpenUnlearning"

@@ -63,11 +63,11 @@ from mpu_cli.training.stopping import StoppingRule
 from mpu_cli.training.unlearn import unlearn
 from mpu_cli.version import __version__
 
-# The modes of an experiment: what the server publishes, how many rounds there are, and at which rate is trained.
+# The modes of an experiment: what the server publishes, the number of rounds, and the learning rate.
 
 
 def publication_in(experiment: Experiment, *, seed: bytes, run: str = "", number: int = 1) -> Publication:
-    """What the server publishes in round ``number``, with the secrets of ``seed``, in the experiment's mode.
+    """The publication of round ``number``, with the secrets of ``seed``, in the experiment's mode.
 
     Raises UsageError for options that do not go together.
     """
@@ -94,7 +94,7 @@ def _one_noised_copy(published: Publication) -> Publication:
     return replace(published, scheme=ZeroSum((mean,)), mark=0.0, symmetries="none")
 
 
-# What the server publishes in a mode, in place of what the options say.
+# The publication in a mode, in place of the one that the options describe.
 MODES: dict[str, Callable[[Publication], Publication]] = {
     "clean": _model_itself,
     "clean-rounds": _model_itself,
@@ -104,12 +104,12 @@ MODES: dict[str, Callable[[Publication], Publication]] = {
 
 
 def rounds_of(experiment: Experiment) -> int:
-    """The rounds that were asked for, or the paper's for the algorithm."""
+    """The rounds that were requested, or the paper's for the algorithm."""
     return algorithm_named(experiment.unlearning.algo).rounds if experiment.rounds is None else experiment.rounds
 
 
 def with_merged_rounds(experiment: Experiment) -> Experiment:
-    """``experiment`` as it is played: what is clean has one round with all epochs."""
+    """``experiment`` as it is played: a clean one has one round with all epochs."""
     if experiment.mode != "clean":
         return experiment
     epochs = rounds_of(experiment) * epochs_of(experiment.unlearning)
@@ -128,7 +128,7 @@ def with_one_rate(experiment: Experiment, data: Dataset) -> Experiment:
     return replace(experiment, unlearning=replace(unlearning, training=training))
 
 
-# What an experiment's folder says of it: enough to repeat the run, and to tell whether it may be resumed.
+# The facts in an experiment's folder: enough to repeat the run, and to decide whether it may be resumed.
 
 # facts that do not decide a run's result: it may be resumed under others
 INDECISIVE = ("hardware", "versions", "other_options")
@@ -159,7 +159,7 @@ def begin(folder: Path, facts: Mapping[str, object]) -> None:
 
 
 def facts_of(experiment: Experiment, data: Dataset) -> dict[str, object]:
-    """What is needed to repeat the run."""
+    """The facts that are needed to repeat the run."""
     options = flat(replace(experiment, rounds=rounds_of(experiment)))
     # Of models and records the contents count, below; of the noise what it amounts to, in "published".
     elsewhere = {"base", "public", *declared_options(Copies), *declared_options(Unlearning)}
@@ -210,7 +210,7 @@ def identity_of(model: Model) -> BaseIdentity:
 def launch_unlearning(
     command: str, options: Unlearning, copy: Path, target: Path, reference_file: Path | None
 ) -> dict[str, Any]:
-    """Run ``mpu unlearn`` on ``copy`` with ``command`` in front of it; what it reports with --json.
+    """Run ``mpu unlearn`` on ``copy`` with ``command`` in front of it; its report with --json.
 
     Raises MpuError with what the processes said if they fail, UsageError if ``command`` cannot be started.
     """
@@ -283,7 +283,7 @@ class _Rounds:
 
     @property
     def references(self) -> Path:
-        """Where the client keeps the probabilities of the model before unlearning."""
+        """The folder in which the client keeps the probabilities of the model before unlearning."""
         return self.client / "references"
 
     @cached_property
@@ -451,7 +451,7 @@ class _Round:
         options = from_flat(Aggregating, flat(self.experiment.server_rate) | flat(self.experiment.stored))
         owner = Owner(keys, open_deltas([self.server / "deltas"], keys))
         out = self.server / "model"
-        # What a round is worth, however little, is what an experiment measures.
+        # An experiment measures what a round is worth, however little: ``trust_deltas``.
         plan = plan_aggregate(open_model(source), [owner], options, out=out, trust_deltas=True, force=True)
         result = aggregate(plan, observer=self.observer)
         estimate = None if math.isnan(result.error.relative) else result.error.relative
@@ -495,7 +495,7 @@ class ExperimentCost:
 def costs_of(
     experiments: Sequence[Experiment], stopping_rule: StoppingRule | None = None
 ) -> list[ExperimentCost | None]:
-    """What each experiment costs, at most with a ``stopping_rule``; None if its model or records are not on this
+    """The cost of each experiment, at most with a ``stopping_rule``; None if its model or records are not on this
     machine."""
     counts: dict[tuple[str, RecordFormat], int] = {}  # of sources of records, which experiments share
 

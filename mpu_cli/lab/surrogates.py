@@ -1,4 +1,4 @@
-"""``surrogate``: records that stand in for private ones, under a bound on what they tell."""
+"""``surrogate``: records that stand in for private ones, under a bound on what they leak."""
 
 from __future__ import annotations
 
@@ -52,8 +52,9 @@ class SurrogatePlan:
 
 @dataclass(frozen=True)
 class SurrogateRecords:
-    """What was planned; ``path`` of the surrogate records; the ``terms`` that they are about; how many of the private
-    records mention one of these, ``covered_records``, which is not covered by the bound and stays with the client."""
+    """The plan; the ``path`` of the surrogate records; the ``terms`` that they are about; and ``covered_records``, the
+    number of private records that mention one of these, which the bound does not cover and which stays with the
+    client."""
 
     plan: SurrogatePlan
     path: Path
@@ -62,8 +63,8 @@ class SurrogateRecords:
 
 
 def plan_surrogate(forget: str, options: Surrogates, observer: Observer = SILENT) -> SurrogatePlan:
-    """What ``carry_out_surrogate`` will release of the records ``forget``, without a model and without spending
-    anything.
+    """The plan of what ``carry_out_surrogate`` will release of the records ``forget``, without a model and without
+    spending anything.
 
     Raises UsageError for a bound that no threshold achieves; MpuError for records or prompts that cannot be read, and
     without OpenDP.
@@ -111,7 +112,7 @@ def carry_out_surrogate(
         with opened_copy(copy, identity, observer) as source:
             respondent = Respondent(open_model(source, links=False), plan.options.chat, plan.options.device)
             respondent.answers([question(plan.prompts[0].replace(PLACEHOLDER, "A B"), "–", "first prompt")], limit=1)
-            # What does not work has failed by now: from here on, the budget is spent.
+            # Anything that does not work has failed by now: from here on, the budget is spent.
             _write_down(plan)
             terms, covered = release_terms(plan.records, plan.names, plan.options.release, plan.mechanism)
             if not terms:
@@ -139,7 +140,8 @@ def carry_out_surrogate(
 
 
 def _checked_name(record: Record) -> str | None:
-    """What --term-column says of ``record``, in one line. Raises MpuError for what is not a printable name."""
+    """The name that --term-column gives ``record``, in one line. Raises MpuError if it is not printable, or too
+    long."""
     name = " ".join((record.unit or "").split())
     if len(name) > MAX_TERM or not name.isprintable():
         raise MpuError(

@@ -1,8 +1,8 @@
 """A model of unknown origin: which of its tensors are which of a base's, and in which coordinates they are.
 
-What a turn of the residual stream, another order of the tokens or more of anything hides is undone first. Coordinates
-are tried in the order of how sure they are: those of a copy whose order of the model dimension the suspect has, the
-base's own, and those that aligning the suspect to the base finds (``lab.alignment``).
+A turn of the residual stream, another order of the tokens, and added tokens, neurons or coordinates are undone first.
+Coordinates are tried, the surest first: those of a copy whose order of the model dimension the suspect has, the base's
+own, and those that aligning the suspect to the base finds (``lab.alignment``).
 """
 
 from __future__ import annotations
@@ -42,26 +42,25 @@ LOUD = 3.0  # times the median length, from which a row is left out of what is f
 REFITS, UNLIKE = 2, 0.5  # fits without the rows whose cosine is below this share of the median one
 AXIS = 0.9  # entry of a turn from which a coordinate counts as one of the base's
 PRINCIPAL, PASSES, SAMPLE = 16, 6, 4096  # axes of the first match; passes, each over so many tokens
-NEIGHBOUR_ROWS = 1024  # whose nearest neighbours are looked for at once
+NEIGHBOUR_ROWS = 1024  # rows whose nearest neighbours are looked for at once
 MODEL, VOCABULARY = ("model",), ("vocab",)
 NEURONS = {*FFN_AXES, *(f"s-{axis}" for axis in FFN_AXES)}
 
 
 @dataclass
 class StraightenedCheckpoint:
-    """The tensors of a suspect in the shapes and the basis of a base, made anew each time one is asked for.
+    """The tensors of a suspect in the shapes and the basis of a base, made anew each time one is requested.
 
-    ``turn``: (suspect's model dimension, base's), None for the identity; ``tokens``: for each of the base's its number
-    in the suspect, −1 if it is missing, None if all have their places; ``neurons``: the same for axes of FFNs, by layer
-    and axis. ``names``: the layouts of the base's tensors by their names in the suspect; ``could_be`` says which can be
-    brought there.
+    ``could_be`` says for which tensors that is possible.
     """
 
     suspect: Checkpoint
     base: Checkpoint
-    names: Mapping[str, TensorLayout]
-    turn: torch.Tensor | None
+    names: Mapping[str, TensorLayout]  # layouts of the base's tensors, by their names in the suspect
+    turn: torch.Tensor | None  # (suspect's model dimension, base's); None for the identity
+    # each base token's number in the suspect, −1 if it is missing; None if all have their places
     tokens: torch.Tensor | None
+    # the same for axes of FFNs, by layer and axis
     neurons: dict[tuple[int | None, str], torch.Tensor] = field(default_factory=dict)
 
     @property
@@ -208,7 +207,7 @@ def median_cosine(x: torch.Tensor, y: torch.Tensor) -> float:
 
 
 def _quiet(rows: torch.Tensor) -> torch.Tensor:
-    """Which rows are not far longer than most that are not 0."""
+    """A mask of the rows that are not far longer than most that are not 0."""
     lengths = torch.linalg.vector_norm(rows, dim=1)
     positive = lengths[lengths > 0]
     return lengths <= LOUD * positive.median() if len(positive) else lengths == 0
@@ -229,9 +228,9 @@ def _nearest(rows: torch.Tensor, among: torch.Tensor) -> torch.Tensor:
 
 
 def _find_neurons(straightened: StraightenedCheckpoint) -> None:
-    """Where the suspect has another number of neurons, find for each of the base's the one that is most like it.
+    """Find for each of the base's neurons the suspect's that is most like it, where their numbers differ.
 
-    A neuron is as like another as its weights in all tensors of the layer are parallel, whatever their sizes.
+    Neurons are alike if their weights in all tensors of the layer are parallel, whatever their sizes.
     """
     places: dict[tuple[int | None, str], list[tuple[str, TensorLayout, int]]] = {}
     for name, tensor in straightened.names.items():
@@ -281,8 +280,8 @@ def in_scale_of(like: torch.Tensor, x: torch.Tensor, tails: float) -> torch.Tens
 
 
 def equilibrated(x: torch.Tensor) -> torch.Tensor:
-    """A matrix whose rows, and then columns, have the same size, with its tails clipped: what is left of it if whoever
-    changed a model scaled what some neurons, heads or norms give, and what reads them by the inverse."""
+    """A matrix whose rows, and then columns, have the same size, with its tails clipped: the same even if someone
+    scaled what some neurons, heads or norms give, and what reads them by the inverse."""
     x = clip(x)
     for _ in range(EQUILIBRATIONS if min(x.shape) > 1 else 0):
         for dimension in (1, 0):
@@ -292,8 +291,8 @@ def equilibrated(x: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Suspect:
-    """A checkpoint, and what it calls the tensors of a base: ``names``, by the base's names. Those that it lacks are
-    missing."""
+    """A checkpoint, and its names for the tensors of a base: ``names``, by the base's names, without those that it
+    lacks."""
 
     source: str
     checkpoint: Checkpoint | StraightenedCheckpoint
@@ -375,8 +374,8 @@ def _fits(suspect: Suspect, base: Checkpoint, layout: Layout) -> bool:
 def match_layers(suspect: Suspect, base: Checkpoint, layout: Layout, residual: AxisMap) -> Suspect:
     """``suspect`` with each of its layers matched to the layer of the base that is most like it, if it has fewer.
 
-    What is compared are the norms of all weights at each coordinate of the model dimension, which no symmetry inside a
-    layer changes. ``residual``: the map of that dimension.
+    It compares the norms of all weights at each coordinate of the model dimension, which no symmetry inside a layer
+    changes. ``residual``: the map of that dimension.
     """
     layers: dict[int, list[TensorLayout]] = {}
     for tensor in layout.parameters:
@@ -431,16 +430,13 @@ def _profile(
 
 @dataclass
 class Frames:
-    """The coordinates of a suspect, tensor by tensor, with respect to a ``base`` with this ``layout``.
-
-    ``transforms``: those of the copies whose coordinates it may be in, likeliest first.
-    """
+    """The coordinates of a suspect, tensor by tensor, with respect to a ``base`` with this ``layout``."""
 
     suspect: Suspect
     base: Checkpoint
     layout: Layout
     residual: AxisMap
-    transforms: Sequence[Transform]
+    transforms: Sequence[Transform]  # of the copies whose coordinates it may be in, likeliest first
     _outer: dict[str, AxisMap] = field(default_factory=dict)
 
     def of_block(self, tensors: Sequence[TensorLayout]) -> dict[str, tuple[str, TensorMap]]:
@@ -504,8 +500,8 @@ class Frames:
 
 
 def _permutations_only(maps: Maps) -> Maps:
-    """``maps`` without those whose order is none: of a model that has nothing to do with the base, the votes of heads
-    on an order that they share may not agree on one."""
+    """``maps`` without those whose order is not a permutation: in a model that has nothing to do with the base, heads
+    that share an order may not agree on one."""
     return {
         axis: axis_map
         for axis, axis_map in maps.items()
@@ -529,7 +525,7 @@ def find_residual(suspect: Suspect, base: Checkpoint, layout: Layout) -> AxisMap
 
 
 def count_agreements(actual: AxisMap, drawn: AxisMap) -> int:
-    """How many coordinates two maps of one axis send to the same place with the same sign."""
+    """The number of coordinates that two maps of one axis send to the same place with the same sign."""
     same = actual.order == drawn.order
     signs = [torch.ones(len(each)) if each.signs is None else each.signs for each in (actual, drawn)]
     return int((same & (signs[0][actual.order] == signs[1][drawn.order])).sum())

@@ -324,7 +324,7 @@ def _cell(options: Mapping[str, object], evaluation: Mapping[str, object], varie
 
 
 def _defaults(cell: Cell) -> dict[str, object]:
-    """What each option is where ``cell`` omits it; the scales of the noise depend on what else is set."""
+    """The value of each option where ``cell`` omits it; the scales of the noise depend on what else is set."""
     defaults = {name: each.default for name, each in declared_options(Experiment).items() if not each.is_required}
     experiment = cell.experiment
     if "kappa" in _ignored_options(cell.options):
@@ -445,7 +445,7 @@ def _check(cell: Cell) -> None:
 
 
 def preview(cells: Sequence[Cell]) -> list[str]:
-    """What a sweep would warn of before it trains, a sentence each, and what is not here.
+    """The warnings of a sweep before it trains, a sentence each, also of what is missing on this machine.
 
     Raises UsageError for options that do not go together.
     """
@@ -496,7 +496,7 @@ def _values(forms: Mapping[str, Mapping[str, Any]]) -> dict[str, object]:
 
 
 def _curves(forms: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, object]:
-    """How fast what was forgotten is learned again, of each model: "after", "before" and "retain model"."""
+    """The curves of relearning what was forgotten, of each model: "after", "before" and "retain model"."""
     curves = {
         model_name: metrics[RELEARNED]["curve"]
         for model_name, metrics in forms.items()
@@ -543,7 +543,7 @@ def sweep_metric_names(cells: Sequence[Cell]) -> list[str]:
 
 
 def _benchmark(cell: Cell) -> tuple[Benchmark, dict[str, Metric]]:
-    """What [eval] of a cell names, and the metrics chosen from it.
+    """The benchmark that [eval] of a cell names, and the metrics chosen from it.
 
     Raises MpuError or UsageError for what cannot be measured.
     """

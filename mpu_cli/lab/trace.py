@@ -1,4 +1,4 @@
-"""Which copy a model came from: evidence in its coordinates and in the noise that is left in it, with p-values.
+"""The copy that a model came from: evidence in its coordinates and in the noise that is left in it, with p-values.
 
 A publication's seed is secret, so a model that was not made from its copies is independent of it. Two statistics
 follow, whose distributions under that hypothesis do not depend on the model:
@@ -62,7 +62,7 @@ from mpu_cli.protocol.publication import matching
 from mpu_cli.records.encode import Encoding
 from mpu_cli.records.read import read_records
 
-# What a trace found, for each publication and copy, and who is named by it.
+# The findings of a trace, for each publication and copy, and who is named by it.
 
 LEVEL = 1e-6  # a copy is named if its p-value, corrected for all tests, is below this
 LEAST_SHARE = 0.02  # of the noise in a mixture of fifty copies; a model with less is not said to be made from it
@@ -97,19 +97,18 @@ class NoiseEvidence:
 
 @dataclass(frozen=True)
 class CopyEvidence:
-    """What says that a model was made from one copy.
+    """The evidence that a model was made from one copy.
 
-    ``agreements`` of ``coordinates``: places of the model dimension at which the model has the copy's secret order and
-    signs; None if the copy's coordinates are the base's. ``noise``: that of the copy which cancels; None if it has
-    none. ``recipient``: whom it was sealed for, if the keys know that.
+    ``agreements`` counts, of ``coordinates`` places of the model dimension, those at which the model has the copy's
+    secret order and signs.
     """
 
     copy: int
-    recipient: str | None
-    agreements: int | None = None
+    recipient: str | None  # whom the copy was sealed for, if the keys know that
+    agreements: int | None = None  # None if the copy's coordinates are the base's
     coordinates: int = 0
     signed: bool = False
-    noise: NoiseEvidence | None = None
+    noise: NoiseEvidence | None = None  # of the copy's noise that cancels; None if it has none
 
     @property
     def log_p_coordinates(self) -> float:
@@ -118,7 +117,7 @@ class CopyEvidence:
 
 @dataclass(frozen=True)
 class PublicationEvidence:
-    """What says that a model was made from the copies of one publication. ``label``: its keys' name; ``mark``: the
+    """The evidence that a model was made from the copies of one publication. ``label``: its keys' name; ``mark``: the
     evidence of the mark, None if it has none."""
 
     label: str
@@ -162,7 +161,7 @@ class Trace:
         return any(self.is_significant(log_p) for log_p in publication.log_p_values)
 
     def unexplained(self, publication: PublicationEvidence) -> NoiseEvidence | None:
-        """Noise that chance does not give a model which is not said to be made from this publication: the surest."""
+        """The surest noise that chance does not explain in a model not said to be made from this publication."""
         surest = min(publication.noises, key=lambda noise: noise.log_p_of_size, default=None)
         if surest is None or self.is_named(publication) or not self.is_significant(surest.log_p_of_size):
             return None
@@ -237,8 +236,8 @@ def noise_of(publication: PublicationKeys) -> Noise:
 
 
 def templates_of(noise: Noise, scales: Scales) -> torch.Tensor:
-    """How the mark (row 0) and the noise of each copy that cancels are mixed from their draws, float64 (noises, draws):
-    those of what cancels, and the mark's last."""
+    """The matrix from draws to the mark (row 0) and the noise of each copy that cancels, float64 (noises, draws): the
+    draws of what cancels come first, the mark's last."""
     cancelling = noise.mixing(Scales(scales.cancelling)).double()
     templates = torch.zeros(len(cancelling) + 1, cancelling.shape[1] + 1, dtype=torch.float64)
     templates[1:, :-1], templates[0, -1] = cancelling, scales.mark
@@ -401,13 +400,13 @@ def _model_map(transform: Transform, layout: Layout) -> AxisMap | None:
 
 
 def check_traceable(keys: Keys, label: str) -> None:
-    """Raise MpuError if nothing tells the copies of a publication from other models."""
+    """Raise MpuError if nothing distinguishes the copies of a publication from other models."""
     publication = keys.publication
     if not publication.mark and not any(keys.sigma.values()) and publication.symmetries == "none":
         raise MpuError(f"{label}: its copies have no mark, no noise of their own and no secret coordinates")
 
 
-# Which copy a model came from that is only served: the noise of a copy changes what it computes.
+# The copy that a model came from, if it is only served: the noise of a copy changes what the model computes.
 #
 # Let s be the log-probabilities that the served model gives to the tokens of some texts, and c those of the base with
 # the publication's permanent noise. If the model came from a copy, s − c is about J·n, with n the copy's own noise

@@ -33,7 +33,7 @@ MOST_ROUNDS = 3  # each of which is one more draw of the noise that hides the we
 
 @dataclass(frozen=True)
 class Request:
-    """What came of a request: the last round's model, and the verdict on the model of each round."""
+    """The result of a request: the last round's model, and the verdict on the model of each round."""
 
     model: Path
     verdicts: Sequence[Verdict]
@@ -47,7 +47,7 @@ def run_until_pass(
     experiment: Experiment, goal: Goal, stopping: Stopping, folder: Path, observer: Observer = SILENT
 ) -> Request:
     """Play both parties, as their commands would, until the client's verdict is a pass, or one that another round makes
-    no better, or for as many rounds as ``experiment`` has, MOST_ROUNDS by default. What was interrupted goes on.
+    no better, or for as many rounds as ``experiment`` has, MOST_ROUNDS by default. An interrupted run resumes.
 
     ``experiment``: one that ``stops_when_done``. Raises UsageError for options that only a fixed number of rounds has,
     MpuError if ``folder`` holds something else.

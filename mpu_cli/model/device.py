@@ -68,11 +68,11 @@ def processes_of(device: torch.device) -> PartialState:
 
 
 def name_of(device: torch.device) -> str:
-    """What the hardware is called."""
+    """The name of the hardware."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
-# What libraries raise while they read another party's files or run out of memory, as errors of one line.
+# Exceptions of libraries that read another party's files or run out of memory, as errors of one line.
 
 LONGEST_LINE = 400  # characters of what a library says
 

@@ -147,7 +147,7 @@ class ExpertPermutation:
 
 @dataclass(frozen=True)
 class LatentHeads:
-    """What latent attention allows in its heads (DeepSeek-V2, arXiv 2405.04434).
+    """The symmetries of the heads of latent attention (DeepSeek-V2, arXiv 2405.04434).
 
     Each head has a map of the coordinates that RoPE leaves alone, for its queries and keys, and one of its values; all
     heads share one turn of the planes that RoPE turns. Any rotations or, with ``turns``, signed permutations. With
@@ -162,19 +162,18 @@ class LatentHeads:
 
 @dataclass(frozen=True)
 class GroupedHeads:
-    """Orders, without signs, of the heads of a state-space layer, which come in ``groups``, the name of a size.
+    """Orders, without signs, of the heads of a state-space layer, which come in groups.
 
     Groups change places, heads do within their group, and so do the coordinates of each head (``inner``) and what a
-    group has besides heads (``of_group``). ``per_head`` has one number a head. Of ``common``, the coordinates of one
-    head, all heads have the same order.
+    group has besides heads (``of_group``).
     """
 
     name: str
-    groups: str
-    per_head: str
+    groups: str  # the name of a size
+    per_head: str  # an axis with one number per head
     inner: str
     of_group: str
-    common: str | None = None
+    common: str | None = None  # coordinates of one head, of which all heads have the same order
 
 
 Symmetry = Permutation | Rotation | QuarterTurns | HeadPermutation | ExpertPermutation | LatentHeads | GroupedHeads
@@ -212,32 +211,24 @@ class Ffn:
 
 @dataclass(frozen=True)
 class Structure:
-    """What decides the symmetries of one layer.
+    """The features of one layer that decide its symmetries."""
 
-    ``planes`` and ``rotary``: which coordinates of a head RoPE turns (rotary 0: none); ``norm``: of queries and keys,
-    as in ``QuarterTurns``; ``movable``: whether heads can change places (not under ALiBi); ``ffns``: its feed-forward
-    layers; ``groups``: of experts, 0 without experts; ``attention``: whether it has any; ``elementwise``: whether
-    something works on values coordinate by coordinate, so that they cannot be rotated; ``keys_are_values``: whether its
-    keys are its values, too, so that one turn is for both; ``reads``: the layer whose keys and values it reads (None:
-    its own), whose turns and order of heads it then shares; ``latent``: the planes of RoPE in latent attention (None:
-    it has none), and ``latents``: those of LATENTS that it has; ``grouped``: those of GROUPED that it has, and
-    ``ordered``: those of ORDERED.
-    """
-
-    planes: str | None
-    rotary: int
-    norm: str | None
-    movable: bool
-    ffns: tuple[Ffn, ...]
-    groups: int = 0
-    attention: bool = True
+    planes: str | None  # of a head: how RoPE pairs the coordinates that it turns
+    rotary: int  # how many coordinates of a head RoPE turns; 0: none
+    norm: str | None  # of queries and keys, as in ``QuarterTurns``
+    movable: bool  # whether heads can change places (not under ALiBi)
+    ffns: tuple[Ffn, ...]  # its feed-forward layers
+    groups: int = 0  # of experts; 0 without experts
+    attention: bool = True  # whether it has any
+    # whether something works on values coordinate by coordinate, so that they cannot be rotated
     elementwise: bool = False
-    keys_are_values: bool = False
+    keys_are_values: bool = False  # whether its keys are its values, too, so that one turn is for both
+    # the layer whose keys and values it reads, and whose turns and order of heads it shares; None: its own
     reads: int | None = None
-    latent: str | None = None
-    latents: tuple[str, ...] = ()
-    grouped: tuple[GroupedHeads, ...] = ()
-    ordered: tuple[str, ...] = ()
+    latent: str | None = None  # the planes of RoPE in latent attention; None: it has none
+    latents: tuple[str, ...] = ()  # of LATENTS
+    grouped: tuple[GroupedHeads, ...] = ()  # of GROUPED
+    ordered: tuple[str, ...] = ()  # of ORDERED
 
     @property
     def shared_symmetries(self) -> tuple[str, ...]:
@@ -247,7 +238,7 @@ class Structure:
 
 @dataclass(frozen=True)
 class SymmetrySet:
-    """Which symmetries a publication may use.
+    """The symmetries that a publication may use.
 
     ``signs``: permutations change signs, too, where the function allows it; ``beyond_paper``: heads, experts, latents
     and state spaces, which the paper leaves in place; ``quarter_turns``: rotations are signed permutations, which
@@ -290,10 +281,10 @@ def symmetries_of_layer(name: str, layer: Structure) -> tuple[Symmetry, ...]:
 
 
 def _attention(chosen: SymmetrySet, layer: Structure) -> tuple[Symmetry, ...]:
-    """Of ordinary attention.
+    """The symmetries of ordinary attention.
 
-    A norm of queries and keys leaves only turns by multiples of 90° between them, so that what is one rotation for
-    queries, keys and values without it is two.
+    A norm of queries and keys leaves only turns by multiples of 90° between them, so that one rotation for queries,
+    keys and values becomes two.
     """
     planes, rotary, norm = (layer.planes if layer.rotary else None), layer.rotary, layer.norm
     heads = (HEADS,) if chosen.beyond_paper and layer.movable else ()
@@ -345,7 +336,7 @@ class Tensor:
     trained: bool = True
 
     def in_files(self) -> tuple[Tensor, ...]:
-        """What the Hub's files hold of it."""
+        """Its parts in the Hub's files."""
         if not self.parts:
             return (self,)
         if "{e}" not in self.parts[0]:
@@ -360,51 +351,39 @@ class Tensor:
 class Family:
     """A model family as a table.
 
-    ``sizes`` maps the names of sizes to their ``Sizes``, ``layer_sizes`` those that differ between layers; ``defaults``
-    are the values that transformers assumes for missing entries. ``unless`` lists config entries that can invalidate
-    the table, each with the value for which the table holds. ``layer`` is the prefix of a layer's tensors; ``prefix``
-    may be missing from all names (a checkpoint of the bare model). ``heads`` are names of the output layer, of which
-    files hold one. ``buffers`` are name suffixes of constants, which are not parameters; ``dead`` are patterns of
-    tensors that the model does not use and that must not be copied as they are. ``transposed``: whether linear layers
-    store (inputs, outputs), as Conv1D does.
-
-    Of a wrapper around a language model, ``text_config`` is the config entry that describes that model,
-    ``frozen_prefixes`` are prefixes of what is not part of it and is neither changed nor trained. ``renamed`` are
-    prefixes that files may have with those in memory; ``ties`` says which configs may tie the head to the embedding,
-    "outer", "text" or either, and ``text_tied`` whether that of a text which does not say does.
-
-    Symmetries follow from the rest: ``planes``, ``rotary`` (a rule for how many coordinates of a head RoPE turns in a
-    layer; None: all), ``movable_heads``, ``gated`` (whether nothing is added to up), ``rms_norm``, ``reads`` and
-    ``latent`` (rules for those of ``Structure``); the axes of a layer's tensors say the rest. ``note`` is for the list
-    of families.
+    The axes of a layer's tensors and the fields from ``planes`` to ``rms_norm``, ``reads`` and ``latent`` decide the
+    symmetries. ``text_config`` to ``renamed`` are for a wrapper around a language model.
     """
 
     model_types: tuple[str, ...]
     sizes: Sizes
-    prefix: str
-    layer: str
+    prefix: str  # of all names; files of the bare model lack it
+    layer: str  # the prefix of a layer's tensors
     tensors: tuple[Tensor, ...]
     layer_tensors: tuple[Tensor, ...]
     planes: str | None = "halves"
-    rotary: Rule | None = None
+    rotary: Rule | None = None  # how many coordinates of a head RoPE turns in a layer; None: all
     movable_heads: bool | Rule = True
-    gated: bool = True
+    gated: bool = True  # whether nothing is added to up
     rms_norm: bool = True
-    layer_sizes: Sizes = field(default_factory=dict)
-    reads: Rule | None = None
-    latent: str | Rule | None = None
-    heads: tuple[str, ...] = ("lm_head.weight",)
-    defaults: Mapping[str, object] = field(default_factory=dict)
+    layer_sizes: Sizes = field(default_factory=dict)  # sizes that differ between layers
+    reads: Rule | None = None  # for ``Structure.reads``
+    latent: str | Rule | None = None  # for ``Structure.latent``
+    heads: tuple[str, ...] = ("lm_head.weight",)  # names of the output layer, of which files hold one
+    defaults: Mapping[str, object] = field(default_factory=dict)  # values that transformers assumes for missing entries
+    # config entries that can invalidate the table, each with the value for which the table holds
     unless: Mapping[str, object] = field(default_factory=dict)
-    buffers: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()  # name suffixes of constants, which are not parameters
+    # patterns of tensors that the model does not use and that must not be copied as they are
     dead: tuple[str, ...] = ()
-    transposed: bool = False
-    text_config: str | None = None
-    ties: tuple[str, ...] = ("outer",)
-    text_tied: bool = False
+    transposed: bool = False  # whether linear layers store (inputs, outputs), as Conv1D does
+    text_config: str | None = None  # the config entry that describes the language model
+    ties: tuple[str, ...] = ("outer",)  # the configs that may tie the head to the embedding: "outer", "text" or either
+    text_tied: bool = False  # whether the text's config ties them if it does not say
+    # of what is not part of the language model and is neither changed nor trained
     frozen_prefixes: tuple[str, ...] = ()
-    renamed: tuple[tuple[str, str], ...] = ()
-    note: str = ""
+    renamed: tuple[tuple[str, str], ...] = ()  # prefixes that files may have, with those in memory
+    note: str = ""  # for the list of families
 
 
 def as_in_memory(family: Family) -> Family:

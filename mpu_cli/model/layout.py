@@ -36,7 +36,7 @@ from mpu_cli.model.family import (
 )
 from mpu_cli.model.wrappers import HEAD, REFUSED, family_of, supported_families
 
-# What a config says of a model: its family, its sizes, and what decides the symmetries of each layer.
+# The facts in a model's config: its family, its sizes, and what decides the symmetries of each layer.
 
 OPTIONAL = ("head_dim", "experts", "expert_ffn", "shared_ffn", "channels")  # sizes that a config may lack
 
@@ -204,39 +204,30 @@ _QUERY_HEADS, _KV_HEADS = ("query", "mixed", "|query|", "|mixed|"), ("key", "val
 
 @dataclass(frozen=True)
 class TensorLayout:
-    """One tensor of a checkpoint. ``axes`` has one tuple per dimension, of one name or, if fused, several.
-
-    ``chunks``: in how many chunks each dimension is fused, 1 if one name follows the other. ``layer`` is None outside
-    the layers, ``expert`` unless the tensor belongs to one expert. A ``constant`` (such as a mask) is not a parameter:
-    it gets no noise, and is reordered only if its axes say what it counts.
-    """
+    """One tensor of a checkpoint."""
 
     name: str
-    axes: tuple[tuple[str, ...], ...]
-    layer: int | None
+    axes: tuple[tuple[str, ...], ...]  # a tuple per dimension, of one name or, if fused, several
+    layer: int | None  # None outside the layers
     block: str
+    # not a parameter (such as a mask): gets no noise, and is reordered only if its axes say what it counts
     constant: bool = False
-    chunks: tuple[int, ...] = (1, 1, 1)
-    expert: int | None = None
+    chunks: tuple[int, ...] = (1, 1, 1)  # in how many chunks each dimension is fused; 1 if one name follows the other
+    expert: int | None = None  # None unless the tensor belongs to one expert
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A checkpoint's tensors in block order, and the sizes of its axes and heads.
-
-    ``alias`` is the tensor of a tied head, which only repeats the embedding, if the files contain it. ``bare`` is
-    whether the names lack the family's prefix. ``structures``: what decides the symmetries of each layer. ``config``:
-    the model's, with defaults filled in. ``layer_sizes``: the sizes in each layer, if they differ.
-    """
+    """A checkpoint's tensors in block order, and the sizes of its axes and heads."""
 
     family: Family
     sizes: Mapping[str, int]
     tensors: Mapping[str, TensorLayout]
-    alias: str | None
-    bare: bool
-    structures: tuple[Structure, ...] = ()
-    config: Config = field(default_factory=dict)
-    layer_sizes: tuple[Mapping[str, int], ...] = ()
+    alias: str | None  # the tensor of a tied head, which only repeats the embedding, if the files contain it
+    bare: bool  # whether the names lack the family's prefix
+    structures: tuple[Structure, ...] = ()  # of each layer: what decides its symmetries
+    config: Config = field(default_factory=dict)  # the model's, with defaults filled in
+    layer_sizes: tuple[Mapping[str, int], ...] = ()  # the sizes in each layer, if they differ
 
     def sizes_of(self, layer: int | None) -> Mapping[str, int]:
         """The sizes in a layer, or of the whole model (None)."""
@@ -296,7 +287,7 @@ class Piece:
 
 
 def pieces_of(family: Family, name: str, shape: Sequence[int]) -> list[Piece]:
-    """What the Hub's files hold in place of parameter ``name``; nothing if they hold it under its own name."""
+    """The tensors that the Hub's files hold in place of parameter ``name``; none if they hold it under its own name."""
     tensor = next((t for t in family.layer_tensors if t.parts and name.endswith(f".{t.name}")), None)
     if tensor is None:
         return []
@@ -333,8 +324,8 @@ def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], w
 def expected_tensors(config: Mapping[str, object]) -> dict[str, TensorInfo]:
     """The tensors that files of a model with this config hold, in float32, as its family's table has them.
 
-    For models of which there are no files; of what surrounds a language model, only what writes into it. Raises
-    MpuError if the architecture is not supported.
+    For models without files; of what surrounds a language model, only what writes into it. Raises MpuError if the
+    architecture is not supported.
     """
     where = "config"
     family = supported_family(config, where)
@@ -442,7 +433,7 @@ def _expected_layouts(
 def _check_names(
     family: Family, expected: Collection[str], tensors: Collection[str], alias: str | None, where: str
 ) -> list[str]:
-    """Which of ``tensors`` are constants. Raises MpuError if some are dead, missing or unknown."""
+    """The constants among ``tensors``. Raises MpuError if some are dead, missing or unknown."""
     unexpected = [name for name in tensors if name not in expected and not name.startswith(family.frozen_prefixes)]
     if dead := sorted(name for name in unexpected if any(fnmatch.fnmatch(name, pattern) for pattern in family.dead)):
         raise MpuError(

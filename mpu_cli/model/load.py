@@ -138,7 +138,7 @@ def _attention(config: PretrainedConfig, attention: str) -> str | dict[str, str]
 
 
 def _experts(config: PretrainedConfig, dtype: torch.dtype) -> str:
-    """How to compute a mixture's experts. Named, because config.json could name code to fetch."""
+    """The way to compute a mixture's experts. Named, because config.json could name code to fetch."""
     network = concrete(config)
     grouped = network is not None and network._can_set_experts_implementation()
     return "grouped_mm" if grouped and dtype != torch.float64 else "eager"  # torch's grouped product knows no float64
@@ -291,30 +291,32 @@ def _has_values_of(view: torch.Tensor, file_tensor: torch.Tensor, draw: torch.Ge
     return torch.equal(flat.to(view.dtype).nan_to_num(), loaded.nan_to_num())
 
 
-# What a model can read.
+# The limits on what a model can read.
 
 STATIC_ROPE = ("default", "linear", "llama3", "yarn", "proportional", "ntk_alpha")  # whatever is in a batch
 
 
 def longest_input(model: PreTrainedModel) -> int | None:
-    """How many tokens the model can read; None for rotary positions, which extend beyond the training length."""
+    """The number of tokens that the model can read; None for rotary positions, which extend beyond the training
+    length."""
     config = model.config.get_text_config()
     return None if getattr(config, "rope_parameters", None) else trained_length(model)
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """How many tokens have an embedding; what the config says is another party's word."""
+    """The number of tokens that have an embedding; what the config says is another party's word."""
     return len(model.get_input_embeddings().weight)
 
 
 def trained_length(model: PreTrainedModel) -> int | None:
-    """How many tokens the model was trained on at once, as its config says; None if it does not."""
+    """The number of tokens that the model was trained on at once, as its config says; None if it does not."""
     config = model.config.get_text_config()
     return getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
 
 
 def limits_of(model: PreTrainedModel, *, independent: bool = False) -> Limits:
-    """What ``model`` can read; ``independent``: only as far as it reads a record alike whatever else is in its batch.
+    """The limits on what ``model`` can read; ``independent``: so that it reads a record alike whatever else is in its
+    batch.
 
     Raises MpuError for rotary positions of which that is not known.
     """

@@ -72,9 +72,9 @@ def decoder_layers(model: torch.nn.Module) -> torch.nn.ModuleList:
 
 @contextmanager
 def output_of_layer(model: torch.nn.Module, layer: int | None) -> Iterator[list[torch.Tensor]]:
-    """Passes of ``model`` inside it leave the output of ``layer``, counted from 0 and not the last, in the list that
-    this yields, (batch, length, width). The layers above read it detached: nothing of theirs is kept for a backward
-    pass. Without a layer, passes are as usual."""
+    """Yield a list in which passes of ``model`` inside the block leave the output of ``layer``, counted from 0 and not
+    the last, (batch, length, width). The layers above read it detached: nothing of theirs is kept for a backward pass.
+    Without a layer, passes are as usual."""
     layer_outputs: list[torch.Tensor] = []
     if layer is None:
         yield layer_outputs
@@ -224,7 +224,7 @@ def vocabulary_of(head: Head) -> int:
 
 
 def chunk_of(vocabulary: int) -> int:
-    """How many tokens' logits are one chunk."""
+    """The number of tokens whose logits are one chunk."""
     return max(1, CHUNK // vocabulary)
 
 
@@ -313,8 +313,8 @@ def separate_head(model: PreTrainedModel) -> Head | None:
 
 @contextmanager
 def input_of(head: Head | None) -> Iterator[list[torch.Tensor]]:
-    """This thread's passes of the model inside it leave what ``head`` reads, (batch, length, width), in the list that
-    this yields, and compute the logits of the first position only. Without a head, passes are as usual."""
+    """Yield a list in which this thread's passes of the model inside the block leave what ``head`` reads, (batch,
+    length, width); they compute the logits of the first position only. Without a head, passes are as usual."""
     head_inputs: list[torch.Tensor] = []
     if head is None:
         yield head_inputs
@@ -331,7 +331,7 @@ def input_of(head: Head | None) -> Iterator[list[torch.Tensor]]:
         yield head_inputs
 
 
-# How likely a model makes the answers of records: the measure that commands report before and after what they do.
+# The likelihood of records' answers under a model: the measure that commands report before and after their work.
 
 EXAMPLES_AT_ONCE = 8  # examples
 MAX_RECORDS = 128  # records of a file: enough to tell a difference

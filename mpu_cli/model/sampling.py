@@ -24,7 +24,7 @@ from mpu_cli.model.family import (
 )
 from mpu_cli.model.layout import axis_length
 
-# What a transform does to one axis of a tensor: rotate heads or flip signs, then reorder the coordinates.
+# The effect of a transform on one axis of a tensor: rotate heads or flip signs, then reorder the coordinates.
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class AxisMap:
 
     @property
     def unit(self) -> int:
-        """How many coordinates belong together: a slice of rows must begin and end at a multiple of this."""
+        """The number of coordinates that belong together: a slice of rows must begin and end at a multiple of this."""
         return 1 if self.rotation is None else self.rotation.shape[-1]
 
     @property
@@ -55,7 +55,7 @@ class AxisMap:
 
     @property
     def places(self) -> torch.Tensor:
-        """Where each coordinate goes: y[places[j]] = (R x)[j]."""
+        """The new place of each coordinate: y[places[j]] = (R x)[j]."""
         places = torch.empty_like(self.order)
         places[self.order] = torch.arange(len(self.order))
         return places
@@ -142,7 +142,8 @@ def _in_one_block(parts: Sequence[AxisMap]) -> AxisMap:
 
 
 def coordinates(lengths: Sequence[int], chunks: int) -> torch.Tensor:
-    """Where the coordinates of a fused axis lie: of the i-th in the file, its place if the parts followed one another.
+    """The places of the coordinates of a fused axis: of the i-th in the file, its place if the parts followed one
+    another.
 
     int64 (sum of lengths,).
     """
@@ -177,7 +178,7 @@ def sample(symmetries: Iterable[Symmetry], sizes: Mapping[str, int], draws: Call
 
 
 class _Sampler:
-    """What the symmetries that were drawn do to each axis: an order, a rotation of each head, signs."""
+    """The effect on each axis of the symmetries that were drawn: an order, a rotation of each head, signs."""
 
     def __init__(self, sizes: Mapping[str, int]):
         self._sizes = sizes
@@ -356,7 +357,7 @@ def plane_matrices(angle: torch.Tensor, kind: str = "halves") -> torch.Tensor:
 
 
 def _rotary_of(symmetry: Rotation | QuarterTurns, d: int) -> int:
-    """How many coordinates of a head of size ``d`` RoPE turns."""
+    """The number of coordinates of a head of size ``d`` that RoPE turns."""
     if symmetry.planes is None:
         return 0
     return d if symmetry.rotary is None else symmetry.rotary

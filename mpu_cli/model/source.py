@@ -33,7 +33,7 @@ SIDE_FILES = (
     "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
     *TOKENIZER_FILES,
 )  # fmt: skip
-# What a result, which is its owner's own, has of the files beside the base's weights.
+# The files beside the base's weights that go into a result, which is its owner's own.
 FOR_PEOPLE = ("*.py", "*.md", "LICENSE*", "NOTICE*")
 RESULT_FILES = (
     "*.json", "*.jinja", "additional_chat_templates/*.jinja", "*.model", "*.tiktoken", "*.bpe", "vocab.txt",
@@ -42,12 +42,12 @@ RESULT_FILES = (
 
 LARGEST_JSON = 16 << 20  # bytes of a small file that mpu parses
 
-# How transformers writes numbers in a config that JSON does not have: {"__float__": "Infinity"}.
+# The numbers that JSON does not have, as transformers writes them in a config: {"__float__": "Infinity"}.
 _NOT_FINITE = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 _DEEPEST = 6  # levels of lists and tables in which it is looked for
 
 PEFT = "base_model.model."
-# What programs put before every name of a model that they wrap, and how to save the model itself.
+# Prefixes that programs put before every name of a model that they wrap, and how to save the model itself.
 WRAPPED = {
     "_orig_mod.": "model._orig_mod.save_pretrained(…), of what torch.compile made",
     "module.": "model.module.save_pretrained(…), of what trains in parallel",
@@ -73,7 +73,7 @@ class Model:
 
     @property
     def address(self) -> str:
-        """How to find the model again from any directory: its absolute path or its Hub id."""
+        """The address of the model from any directory: its absolute path or its Hub id."""
         return str(Path(self.source).resolve()) if Path(self.source).exists() else self.source
 
     @property
@@ -83,7 +83,7 @@ class Model:
 
     @cached_property
     def layout(self) -> Layout:
-        """What its tensors are. Raises MpuError for a model of no family that is known, or that does not fit it."""
+        """The layout of its tensors. Raises MpuError if its family is unknown or does not fit it."""
         return layout_of(self.checkpoint.tensors, self.config, self.source)
 
     @property
@@ -102,7 +102,7 @@ class Model:
 
 
 def cached_snapshot(source: str) -> Path | None:
-    """Where a Hub id's files lie in the cache, None if they do not; nothing is asked for."""
+    """The folder of a Hub id's files in the cache, None if they are not there; nothing is requested."""
     name = source.removeprefix(HUB_PREFIX)
     if not _HUB_ID.fullmatch(name):
         return None
@@ -175,7 +175,7 @@ def open_model(source: str, config: Path | None = None, *, links: bool = True) -
                 f"{checkpoint.path}: the name of every tensor begins with {prefix}, which no model's does",
                 f"save it with {saved}",
             )
-    # What the user named may be a link, in any case.
+    # The path that the user named may be a link in any case.
     config_links = links or config is not None
     entries = with_numbers(read_json_object(config_path, links=config_links))
     return Model(source, checkpoint, entries, config_path, folder, links=links)
@@ -251,8 +251,8 @@ def carry_small_files(model: Model, folder: Path, dtype: str | None = None) -> l
 
 
 def not_in_copies(model: Model) -> list[str]:
-    """What copies do not get of the files beside the weights of ``model`` that transformers may read: names of files,
-    and entries as FILE: ENTRY."""
+    """The contents of the files beside the weights of ``model`` that transformers may read and copies do not get: names
+    of files, and entries as FILE: ENTRY."""
     lost = []
     for name in _beside(model):
         path = model.folder / name
@@ -307,7 +307,7 @@ def check_repository(name: str) -> None:
         raise MpuError(f"--push {name}: {first_line(error)}", "log in with hf auth login") from error
 
 
-# What a model is made of. A result has every small file that lay beside its base, and that may be anything.
+# The files that a model is made of. A result has every small file that lay beside its base, and that may be anything.
 UPLOADED = [
     "*.safetensors", f"*.safetensors{INDEX}", "config.json", ADAPTER_CONFIG, "mpu.json", "README.md", "LICENSE*",
     "NOTICE*", "additional_chat_templates/*.jinja", *SIDE_FILES,

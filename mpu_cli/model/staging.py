@@ -1,4 +1,4 @@
-"""The only folders that transformers and peft are given: made here, of what was checked.
+"""The only folders that transformers and peft are given: made here, from what was checked.
 
 A folder that somebody else made could name other files, repositories or code for the libraries to load. So they get the
 weights that were opened, under an index written here, and small files of known names with what ``files.folder``
@@ -47,18 +47,18 @@ _LAYERS = (
 MAX_LAYERS = 1_000  # known models have at most 126
 _LONGEST_CONTEXT = 1 << 26  # positions; some models make tables of them
 MOST_PARTS = 50  # of a config: text, images, sound, …
-# What is in the names of settings for files, repositories, code or ways to compute, whatever class has them.
+# Parts of the names of settings for files, repositories, code or ways to compute, whatever class has them.
 _HARMFUL = ("implementation", "path", "quantization", "auto_map", "weights", "kernel", "backbone_kwargs", "use_timm")
-# What is done with the entries of a LoRA adapter's config. Plain values that peft gets as they are:
+# The entries of a LoRA adapter's config. Plain values that peft gets as they are:
 _LORA = (
     "peft_type", "task_type", "lora_alpha", "bias", "fan_in_fan_out", "use_rslora", "use_dora", "lora_bias",
 )  # fmt: skip
-# Others that it gets once they are checked, or made anew of what the tensors are:
+# Others that it gets once they are checked, or made anew from the tensors:
 _CHECKED = (
     "r", "target_modules", "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters",
     "trainable_token_indices", "init_lora_weights", "inference_mode", "lora_dropout",
 )  # fmt: skip
-# Of which modules were chosen, how they were trained, and by what: the tensors are what came of it.
+# Entries on the choice of modules and on their training, whose outcome is the tensors.
 _PAST = (
     "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "exclude_modules", "layers_to_transform",
     "layers_pattern", "megatron_config", "megatron_core", "loftq_config", "eva_config", "corda_config",
@@ -122,7 +122,7 @@ def staged_adapter(folder: Path) -> Iterator[Path]:
     config = read_json_object(path, links=False)
     if config.get("peft_type") != "LORA":
         kind = str(config.get("peft_type"))[:80]
-        # Prompts and prefixes are no change of the weights.
+        # Prompts and prefixes do not change the weights.
         hint = "no model of its own can be made of it" if PROMPTS.search(kind) else MERGE
         raise MpuError(f"{path}: not a LoRA adapter (peft_type is {kind!r})", hint)
     with open_regular(folder / ADAPTER_WEIGHTS, links=False):
@@ -209,7 +209,7 @@ def _by_pattern(
     config: Mapping[str, object], entry: str, modules: Sequence[str], path: Path, default: object = None
 ) -> dict[str, Any]:
     """The numbers that a table of regular expressions gives to these modules, as peft reads it; without ``default``,
-    only of those that it names. Raises MpuError if it is no such table, or an expression does not end in time."""
+    only of those that it names. Raises MpuError if it is not such a table, or an expression does not end in time."""
     table = config.get(entry) or {}
     if not isinstance(table, dict) or not all(type(value) in (int, float) for value in table.values()):
         raise MpuError(f"{path}: {entry} is not a table of modules and numbers")
@@ -340,8 +340,8 @@ def is_adapter(folder: Path) -> bool:
 def adapter_base(folder: Path) -> str:
     """The base model of the peft adapter in ``folder``.
 
-    Its config, which may be another party's, names a folder beside it or a model in the Hub's cache: no other file is
-    opened and nothing is asked for because it says so. Raises MpuError for anything else.
+    Its config, which may be another party's, names a folder beside it or a model in the Hub's cache: on its word, no
+    other file is opened and nothing is requested. Raises MpuError for anything else.
     """
     path = folder / ADAPTER_CONFIG
     base = read_json_object(path, links=False).get("base_model_name_or_path")
@@ -378,7 +378,7 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
 
 
 def remark_on_ties(model: torch.nn.Module) -> str | None:
-    """What to say of a model with an adapter on one of two tied layers; None if it has none."""
+    """The remark on a model with an adapter on one of two tied layers; None if it has none."""
     if not _is_on_tied(model):
         return None
     return (

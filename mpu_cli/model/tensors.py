@@ -1,4 +1,4 @@
-"""Where the tensors of files are in the model that transformers makes of them: names and arrangements can differ."""
+"""The places of files' tensors in the model that transformers makes of them: names and arrangements can differ."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def check_bitsandbytes() -> None:
 
 
 def in_4_bits(bare: PreTrainedModel, dtype: torch.dtype) -> BitsAndBytesConfig:
-    """How transformers loads the model that ``bare`` is a skeleton of, with products computed in ``dtype``.
+    """The settings with which transformers loads, in 4 bits, the model that ``bare`` is a skeleton of; products are
+    computed in ``dtype``.
 
     Raises UsageError if it has no layer that can be held in 4 bits.
     """
@@ -99,8 +100,8 @@ def is_rounding_of(parameter: Any, file_tensor: torch.Tensor, draw: torch.Genera
 
 
 def settle(model: PreTrainedModel) -> None:
-    """Keep CPUs from repacking weights for products in bfloat16 once the model is evaluated: what training and its
-    reference compute would differ."""
+    """Keep CPUs from repacking weights for products in bfloat16 once the model is evaluated: otherwise training and its
+    reference would compute differently."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False

@@ -45,9 +45,9 @@ def row_slices(maps: Iterable[TensorMap], rows: int, columns: int) -> list[tuple
 
 
 class TensorMap:
-    """What a transform does to one tensor: a map for its rows and one for its columns, either of which may be None.
+    """The effect of a transform on one tensor: a map for its rows and one for its columns, either of which may be None.
 
-    ``block``: of how many rows each matrix of a stack is. ``columns`` are several if each matrix has its own map.
+    ``block``: the number of rows of each matrix of a stack. ``columns`` are several if each matrix has its own map.
     """
 
     def __init__(self, rows: AxisMap | None, columns: AxisMap | Sequence[AxisMap] | None, block: int | None = None):
@@ -63,7 +63,7 @@ class TensorMap:
 
     @property
     def unit(self) -> int:
-        """How many rows belong together: the bounds of a slice must be multiples of this."""
+        """The number of rows that belong together: the bounds of a slice must be multiples of this."""
         return 1 if self._rows is None else self._rows.unit
 
     @property
@@ -158,11 +158,11 @@ class Transform:
         return {**self._shared, **self._layer_maps(tensor.layer)}
 
     def of(self, tensor: TensorLayout) -> TensorMap:
-        """What this transform does to ``tensor``."""
+        """The effect of this transform on ``tensor``."""
         return tensor_map(self._layout, tensor, self.maps(tensor))
 
     def name(self, tensor: TensorLayout) -> str:
-        """What ``tensor`` is called in a copy: an expert's matrices take the number of its new place."""
+        """The name of ``tensor`` in a copy: an expert's matrices take the number of its new place."""
         return name_in_copy(tensor, self.maps(tensor))
 
 
@@ -176,7 +176,7 @@ def name_in_copy(tensor: TensorLayout, maps: Maps) -> str:
 
 
 def tensor_map(layout: Layout, tensor: TensorLayout, maps: Maps) -> TensorMap:
-    """What these axis ``maps`` do to ``tensor``."""
+    """The effect of these axis ``maps`` on ``tensor``."""
 
     def dimension(i: int, expert: int | None) -> AxisMap | None:
         of_parts = []
@@ -210,6 +210,6 @@ def tensor_map(layout: Layout, tensor: TensorLayout, maps: Maps) -> TensorMap:
 
 
 def measured_slices(slices: int) -> range:
-    """Which slices of a tensor to measure: the first and, if there are many, one in the middle. Enough weights for the
+    """The slices of a tensor to measure: the first and, if there are many, one in the middle. Enough weights for the
     report, at a fraction of the time."""
     return range(0, slices, max(8, -(-slices // 2)))

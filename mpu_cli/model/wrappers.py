@@ -25,26 +25,19 @@ HEAD = "lm_head.weight"  # the output layer's name in memory
 
 @dataclass(frozen=True)
 class Wrapper:
-    """A model around one of the language models ``texts``, by the ``model_type`` of the text's config.
-
-    In files, the language model's names begin with ``inner``, and the output head is called ``head``. ``writes``: the
-    tensors outside the language model of which one axis is the residual stream. ``frozen_prefixes``: prefixes of what
-    surrounds it. ``renamed``: prefixes in files with those in memory. ``tied``: what transformers assumes if the config
-    does not say whether the head is the embedding, and ``ties`` whose config says it. ``default``: the text's type if
-    the config does not say.
-    """
+    """A model around one of several language models."""
 
     model_type: str
-    texts: Mapping[str, Family]
-    inner: str
-    writes: tuple[Tensor, ...]
-    frozen_prefixes: tuple[str, ...]
-    head: str = HEAD
+    texts: Mapping[str, Family]  # the language models, by the ``model_type`` of the text's config
+    inner: str  # the beginning of the language model's names in files
+    writes: tuple[Tensor, ...]  # the tensors outside the language model of which one axis is the residual stream
+    frozen_prefixes: tuple[str, ...]  # of what surrounds the language model
+    head: str = HEAD  # the name of the output head in files
     sizes: Sizes = field(default_factory=dict)
-    renamed: tuple[tuple[str, str], ...] = ()
-    tied: bool = False
-    ties: tuple[str, ...] = ("outer",)
-    default: str = ""
+    renamed: tuple[tuple[str, str], ...] = ()  # prefixes in files, with those in memory
+    tied: bool = False  # what transformers assumes if the config does not say whether the head is the embedding
+    ties: tuple[str, ...] = ("outer",)  # the configs that may say it
+    default: str = ""  # the text's type if the config does not say
     note: str = "with images; the vision tower stays as it is"
 
     def around(self, text: Family) -> Family:
@@ -115,7 +108,7 @@ def deepstack_mergers() -> tuple[Tensor, ...]:
     return tuple(mergers)
 
 
-# Llava and what is named as it is.
+# Llava and models whose tensors are named like it.
 TOWER_PREFIXES = ("vision_tower.", "multi_modal_projector.")
 RENAMED = (
     ("language_model.model.", "model.language_model."), ("language_model.lm_head.", "lm_head."),
@@ -262,7 +255,7 @@ _ALL = (
 WRAPPERS = {wrapper.model_type: wrapper for wrapper in _ALL}
 
 
-# Why some architectures are refused, for which users ask.
+# The reasons why some architectures that users ask for are refused.
 REFUSED = {
     "kimi_k25": "transformers saves it under names that it does not load",
     "kimi_linear": "no table describes its linear attention",

@@ -54,7 +54,7 @@ CARD = "README.md"
 
 
 def card(base: Model, result: Aggregation, kind: str) -> str:
-    """Where the model comes from: its base, the round, how the copies agreed. It names no path and no secret.
+    """The origin of the model: its base, the round, how the copies agreed. It names no path and no secret.
 
     ``kind`` is "model" or "adapter".
     """
@@ -117,7 +117,7 @@ class _Sums(NamedTuple):
     noise: Products
 
 
-# What has begun for one tensor: digests of its pieces, and the sums of its slices.
+# The work begun on one tensor: digests of its pieces, and the sums of its slices.
 _Begun = tuple[Iterator[bytes], list[Future[_Sums]]]
 
 
@@ -127,7 +127,7 @@ _Begun = tuple[Iterator[bytes], list[Future[_Sums]]]
 
 @dataclass(frozen=True)
 class Combined:
-    """What ``aggregate_owners`` made: each owner's update, and the cosines between them, float64 (owners, owners)."""
+    """The result of ``aggregate_owners``: each owner's update, and their cosines, float64 (owners, owners)."""
 
     path: Path
     updates: list[Aggregation]
@@ -137,16 +137,16 @@ class Combined:
     step: ServerStep | None = None
 
     def warnings(self) -> list[str]:
-        """What is probably wrong with each owner's update, and with their sum, a sentence each."""
+        """The probable faults of each owner's update, and of their sum, a sentence each."""
         of_updates = [f"run {update.keys.run}: {text}" for update in self.updates for text in update.warnings()]
         return of_updates + ([self.planted.warning] if self.planted.warning else [])
 
 
 @dataclass(frozen=True)
 class Written:
-    """What became known while a model was written: ``gram``, the inner products of the changes, float64 (k, k), and
-    what ``Aggregation`` says of it; ``planted``: the publication whose noise is most in it, ``to_take_out``: the draws
-    of which it has too much."""
+    """Facts learned while a model was written: ``gram``, the inner products of the changes, float64 (k, k); entries of
+    ``Aggregation``; ``planted``, the publication whose noise is most in it; ``to_take_out``, the draws of which it has
+    too much."""
 
     gram: torch.Tensor
     rounding: float
@@ -237,15 +237,15 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
     return Combined(plan.out, updates, cosines, written.rounding, planted, server_step)
 
 
-MOST_RESTORED = 1.5  # times an average; of changes that agree less, a longer one is mostly what sets them apart
+MOST_RESTORED = 1.5  # times the average; if changes agree less, a longer step is mostly their differences
 
 
 def default_step(base: Model, deltas: Sequence[Delta], weights: torch.Tensor) -> float:
-    """How many times ū = Σ_k w_k·u_k to apply under --server-lr restore: once or, if each copy was trained until it had
-    forgotten, so often that it is as long as the changes u_k, √(mean‖u_k‖² / ‖ū‖²), in hundredths, 1 to MOST_RESTORED.
+    """The step for ū = Σ_k w_k·u_k under --server-lr restore: 1 or, if each copy was trained until it had forgotten,
+    the one that makes it as long as the changes u_k, √(mean‖u_k‖² / ‖ū‖²), in hundredths, 1 to MOST_RESTORED.
 
-    What noise, or the course of each training, added to each change is averaged out, and with it some of what made its
-    copy forget. Reads a slice or two of each tensor.
+    Averaging removes what noise, or the course of each training, added to each change, and with it some of what made
+    its copy forget. Reads a slice or two of each tensor.
     """
     if len(deltas) < 2 or not all(delta.manifest.until_done for delta in deltas):
         return 1.0
@@ -491,7 +491,7 @@ def _peft_config(tensors: Mapping[str, torch.Tensor], base: Model) -> dict[str, 
     ranks = {tensor.shape[0] for name, tensor in tensors.items() if ".lora_A." in name}
     modules = sorted({name.removeprefix("base_model.model.").split(".lora_")[0] for name in tensors})
     config: dict[str, object] = {
-        # Of a base on this machine, its folder's name only: where it lies is nobody's business.
+        # For a base on this machine, only its folder's name: the path is private.
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base.public_name, "bias": "none",
         "r": max(ranks), "lora_alpha": max(ranks), "lora_dropout": 0.0, "target_modules": modules,
         "rank_pattern": {}, "alpha_pattern": {}, "fan_in_fan_out": base.layout.family.transposed,

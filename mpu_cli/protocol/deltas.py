@@ -281,7 +281,7 @@ class InverseMaps:
             self._transforms.append(transform)
 
     def places(self, tensor: TensorLayout) -> list[tuple[str, TensorMap]]:
-        """What each delta calls ``tensor``, because experts change places in a copy, and its map."""
+        """Each delta's name for ``tensor``, because experts change places in a copy, and its map."""
         places: list[tuple[str, TensorMap]] = []
         for transform in self._transforms:
             if transform is None:

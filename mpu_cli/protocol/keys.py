@@ -50,7 +50,7 @@ class NoiseEntries(Document):
 
 @dataclass(frozen=True)
 class BaseIdentity:
-    """Which model was published: its location, its fingerprint, and the config that describes it."""
+    """The published model: its location, its fingerprint, and the config that describes it."""
 
     path: Text
     config: Text
@@ -58,7 +58,7 @@ class BaseIdentity:
 
 
 class KeyEntries(Document, forbid_unknown_fields=True):
-    """The entries of a key file, but format and version."""
+    """The entries of a key file, except format and version."""
 
     run: RunName
     round: Count
@@ -88,22 +88,19 @@ MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
 
 @dataclass(frozen=True)
 class Keys:
-    """Everything needed to undo one publication.
-
-    ``sigma`` and ``shared_sigma``: by block, the scale of the noise that cancels, before a copy's factor, and of the
-    noise that all copies share; ``reference``: the address of the pretrained model that the noise was scaled to;
-    ``recipients``: whom copies were sealed for, age public keys by the copies' numbers, as far as that is known;
-    ``authentic``: whether the file was sealed by who opened it, with a passphrase or under the server's secret. Whoever
-    knows the public key can seal others.
-    """
+    """Everything needed to undo one publication."""
 
     publication: Publication
-    sigma: dict[str, float]
+    sigma: dict[str, float]  # by block, the scale of the noise that cancels, before a copy's factor
     copy_ids: tuple[str, ...]
     base: BaseIdentity
-    reference: str | None
+    reference: str | None  # the address of the pretrained model that the noise was scaled to
+    # by block, the scale of the noise that all copies share
     shared_sigma: dict[str, float] = field(default_factory=dict)
+    # whether the file was sealed by who opened it, with a passphrase or under the server's secret; whoever knows
+    # the public key can seal others
     authentic: bool = False
+    # whom copies were sealed for, as far as that is known: age public keys by the copies' numbers
     recipients: dict[str, str] = field(default_factory=dict)
 
     def scales(self, block: str) -> Scales:
@@ -176,9 +173,9 @@ def sealer(
     identity: Path | None = None,
     note: Callable[[str], None] = lambda _: None,
 ) -> Callable[[Keys], bytes]:
-    """What seals keys: for ``recipients`` (age1…), with a ``passphrase``, or for the identity in a file.
+    """The function that seals keys: for ``recipients`` (age1…), with a ``passphrase``, or for the identity in a file.
 
-    Without any of them, for the user's own identity, which is made on first use; ``note`` is told so. Raises MpuError
+    Without any of them, for the user's own identity, which is made on first use; ``note`` reports that. Raises MpuError
     for a recipient or an identity that cannot be used, UsageError for several of the three.
     """
     check_one_way(recipients, passphrase, identity)
@@ -216,7 +213,7 @@ def check_one_way(*ways: object) -> None:
 
 def needs_passphrase(path: Path) -> bool:
     """Whether the key file is sealed with a passphrase (else with an identity)."""
-    # How age begins a header for a passphrase; the sealed bytes behind it may hold anything.
+    # The beginning of age's header for a passphrase; the sealed bytes behind it may hold anything.
     return b"\n-> scrypt " in _read(path)[:200]
 
 
@@ -290,7 +287,7 @@ def _parse(document: bytes, path: Path, secret: bytes | None, *, authentic: bool
         raise MpuError(f"{path}: decrypted, but contains no mpu keys") from error
     if not isinstance(table, dict) or table.get("format") != FORMAT:
         raise MpuError(f"{path}: decrypted, but contains no mpu keys")
-    # Of the file, so anything; compare_digest raises for text that is not ASCII.
+    # From the file, so it can be anything; compare_digest raises for text that is not ASCII.
     written = table.get("authenticator")
     if secret is not None and isinstance(written, str) and written.isascii():
         authentic |= hmac.compare_digest(written, _authenticator(table, secret))

@@ -1,4 +1,4 @@
-"""Noise of a server's publications in weights that should have none of it: how much there is, and taking it out.
+"""Noise of a server's publications in weights that should have none of it: measuring it, and taking it out.
 
 An honest update has no more of it than chance gives. A client may add a little of a copy to its delta, of this round,
 of an earlier one or of another client's, so that the server's new model carries the mark of that copy and is traced to
@@ -31,9 +31,9 @@ from mpu_cli.protocol.register import Sample, default_register_path, read_regist
 CLIP = 6.0  # times the median size of weights, beyond which they are clipped
 SAMPLE = 4096  # weights of a slice whose median stands for all, which would take most of the time of a search
 TAKEN_OUT = 4.0  # standard deviations of chance from which noise is taken out: below what a trace would name
-PLANTED = 4.5  # from which it was put there
+PLANTED = 4.5  # standard deviations of chance from which noise counts as planted
 SAME_LINE = 0.5  # cosine of weights from which two bases count as one line
-PIECE, LEAST_WEIGHTS = 16384, 8  # weights that a fit is to; the fewest for each number that is fitted
+PIECE, LEAST_WEIGHTS = 16384, 8  # weights that are fitted together; the fewest for each number that is fitted
 PASSES = 4  # Newton steps to the robust fit of what is taken out
 
 
@@ -66,7 +66,7 @@ def without(x: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Planted:
-    """Noise in an update: ``z``, of how many standard deviations, and of whose copies."""
+    """Noise in an update: ``z``, its size in standard deviations, and the publication of its copies."""
 
     z: float = 0.0
     publication: str = ""
@@ -93,8 +93,8 @@ class _Publication:
     marked: bool
 
     def keys(self, tensor: str) -> list[bytes]:
-        """Of the draws to look for: of the noise that cancels, and the mark's last."""
-        # Of these scales only matters which are not 0: of these there are draws.
+        """The stream keys of the draws to look for: of the noise that cancels, and the mark's last."""
+        # The sizes of these scales do not matter, only which are not 0: those have draws.
         return self.noise.subkeys(tensor, Scales(float(self.cancels), mark=float(self.marked)))
 
     def permanent_keys(self, tensor: TensorLayout) -> list[bytes]:
@@ -110,7 +110,7 @@ Products = list[list[float]]
 @dataclass(frozen=True)
 class TensorNoise:
     """The draws to look for in one tensor's update. ``known``: the base's weights, and the public model's if it is
-    here, (rows, columns) each: as much of them as was added is no noise, and stays."""
+    here, (rows, columns) each: what the update has of these is not noise, and stays."""
 
     tensor: TensorLayout
     publications: Sequence[_Publication]
@@ -161,7 +161,7 @@ class TensorNoise:
             _take_out(flat[piece : piece + PIECE], directions[:, piece : piece + PIECE], len(draws))
 
     def _places(self, count: int) -> torch.Tensor:
-        """SAMPLE of so many weights, which nobody foresees who does not know the noise."""
+        """SAMPLE of so many weights, which only those who know the noise can foresee."""
         seed = int.from_bytes(self.publications[0].keys(self.tensor.name)[0][:7], "big")
         return torch.randint(count, (SAMPLE,), generator=torch.Generator().manual_seed(seed))
 
@@ -171,8 +171,8 @@ class TensorNoise:
 
 
 def _take_out(x: torch.Tensor, directions: torch.Tensor, count: int) -> None:
-    """Take out of ``x``, (n,), in place, what it has of the first ``count`` of the ``directions``, (k, n), beside which
-    the others are fitted."""
+    """Remove the first ``count`` of the ``directions``, (k, n), from ``x``, (n,), in place; the others are fitted along
+    with them, and stay."""
     if len(x) < LEAST_WEIGHTS * len(directions):
         return  # so few that a fit would take the update itself, and no trace could rest on them
     residue = x.clone()
@@ -233,7 +233,7 @@ class Fingerprints:
 
 
 def _as_normal(square: float, draws: int) -> float:
-    """The standard deviations of one normal that are as rare as this sum of squares of several."""
+    """The value of one standard normal that is as rare as this sum of squares of several."""
     if draws == 1:
         return math.sqrt(square)
     from scipy import stats  # takes a second
@@ -244,8 +244,8 @@ def _as_normal(square: float, draws: int) -> float:
 
 
 def fingerprints(base: Model, publications: Sequence[Keys], *, marks_only: bool = False) -> Fingerprints:
-    """Of ``publications``, and of all in this server's register whose base is of the line of ``base``; ``marks_only``
-    for the delta of one copy, in which training leaves something of what cancels."""
+    """The fingerprints of ``publications``, and of all in this server's register whose base is of the line of ``base``;
+    ``marks_only`` for the delta of one copy, in which training leaves some of the noise that cancels."""
     layout = base.layout
     searched: dict[tuple[bytes, int], _Publication] = {}
 

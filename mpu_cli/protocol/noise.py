@@ -97,7 +97,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def remaining(self, norm: Norm) -> Remainder:
-        """What is left of the noise, judged by the deltas: ``norm(x)`` is ‖Σ_k x_k Δ_k‖ for x of shape (copies,)."""
+        """The noise that is left, judged by the deltas: ``norm(x)`` is ‖Σ_k x_k Δ_k‖ for x of shape (copies,)."""
 
     @classmethod
     @abstractmethod
@@ -306,19 +306,15 @@ class Scales:
 
 @dataclass(frozen=True, eq=False)
 class Noise:
-    """A publication's noise for some of its copies, for any slice of a tensor.
-
-    ``shares``: how each copy's is mixed from the draws of what cancels, float64 (copies, draws). ``double``: draw in
-    float64, for calibrated noise. ``permanent``: what the noise that all copies share is drawn from, if not from the
-    publication's own seed; of those draws, a tensor has its ``full_name``, which is the same for files with and without
-    a prefix.
-    """
+    """A publication's noise for some of its copies, for any slice of a tensor."""
 
     randomness: Randomness
     round: int
-    shares: torch.Tensor
-    double: bool = False
+    shares: torch.Tensor  # the matrix from the draws of what cancels to each copy's noise, float64 (copies, draws)
+    double: bool = False  # draw in float64, for calibrated noise
+    # the source of the noise that all copies share; None for the publication's own seed
     permanent: Randomness | None = None
+    # a tensor's name in the draws of permanent noise, the same for files with and without a prefix
     full_name: Callable[[str], str] = str
 
     def subkeys(self, tensor: str, scales: Scales) -> list[bytes]:
@@ -341,7 +337,7 @@ class Noise:
         return [standard_normals(key, start, stop, double=self.double).to(dtype) for key in keys]
 
     def mixing(self, scales: Scales) -> torch.Tensor:
-        """How each copy's noise is mixed from the draws that ``subkeys`` has keys for: float64 (copies, draws)."""
+        """The matrix from the draws that ``subkeys`` has keys for to each copy's noise: float64 (copies, draws)."""
         table = self.shares * scales.cancelling if scales.cancelling else self.shares[:, :0]
         same_in_every_copy = [scale for scale in (scales.permanent, scales.mark) if scale]
         columns = [torch.full((len(table), 1), scale, dtype=table.dtype) for scale in same_in_every_copy]
@@ -439,7 +435,7 @@ def calibrate(options: CalibrationOptions, smallest_alpha: float) -> Calibration
 
 
 def statement(calibration: Calibration) -> str:
-    """What the noise protects against, and under which assumptions, in words."""
+    """A statement of what the noise protects against, and under which assumptions."""
     rounds = "one round" if calibration.rounds == 1 else f"{calibration.rounds} rounds together"
     noise = (
         f"σ = {calibration.sigma:.4g} times the factor of copy k, in each of its weights"
@@ -454,7 +450,7 @@ def statement(calibration: Calibration) -> str:
     )
 
 
-# How far an aggregate is from the clean update, estimated from the differences between the deltas of its copies.
+# The distance of an aggregate from the clean update, estimated from the differences between the deltas of its copies.
 #
 # Deltas of copies at multiples c_k of one draw are values of Δ(c) = a₀ + a₁c + a₂c² + …, where a_i is of order κ^i,
 # and the aggregate of m of them is off by |Π c_k|·‖a_m‖ plus higher orders. a₀ … a_{m−1} are the coefficients of the

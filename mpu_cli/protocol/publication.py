@@ -1,4 +1,4 @@
-"""What a publication is, before anything is written: a value that checks itself."""
+"""A publication before anything is written: a value that checks itself."""
 
 from __future__ import annotations
 
@@ -40,20 +40,9 @@ PERMANENT_SHARE = 0.99  # of the noise that --max-noise allows; the noise that c
 class Publication:
     """m copies of one model: which noise, which symmetries, of which run and round, and the seed of all secrets.
 
-    ``transform`` and ``noise`` are the only places that derive secrets from the seed.
-
-    ``kappa`` and ``shared_kappa`` scale the noise to each block's task vector (docs/design.md); ``calibration`` sets σ,
-    the same in every block, in their place (they are 0 then). ``max_noise`` bounds a copy's noise, as a share of the
-    RMS of a block's weights: it lowers permanent noise to ``PERMANENT_SHARE`` of that, and what cancels to what is
-    left. ``dtype`` is safetensors' name of the dtype to store in, None for each tensor's own. ``run`` defaults to a
-    name drawn from the seed. ``permanent_seed``: what permanent noise is drawn from, the same in every publication of a
-    base, so that publications cannot be averaged; None for ``seed``. ``derive_permanent_seed``: whether ``publish`` has
-    to derive that from the server's own secret. ``again``: publish although the register says that publications of this
-    base could be averaged, or that its ε is spent. ``is_registered``: whether ``publish`` enters it in the register, in
-    which ``aggregate`` looks up its noise. ``mark``: the size of noise of the publication's own that is the same in all
-    of its copies, as a share of the other noise of the copy that has least. The same publication of the same base has
-    the same bytes.
-    Raises UsageError for numbers out of range.
+    ``transform`` and ``noise`` are the only places that derive secrets from the seed. The same publication of the same
+    base has the same bytes. ``kappa`` and ``shared_kappa`` scale the noise to each block's task vector
+    (docs/design.md). Raises UsageError for numbers out of range.
     """
 
     seed: bytes = field(repr=False)
@@ -61,16 +50,25 @@ class Publication:
     scheme: Scheme = field(default_factory=lambda: Extrapolated.default(DEFAULT_COPIES))
     kappa: float = KAPPA
     shared_kappa: float = 0.0
+    # sets σ, the same in every block, in place of ``kappa`` and ``shared_kappa``, which are 0 then
     calibration: Calibration | None = None
     symmetries: str = Disguise().symmetries
-    dtype: str | None = None
-    run: str = ""
+    dtype: str | None = None  # safetensors' name of the dtype to store in; None for each tensor's own
+    run: str = ""  # by default a name drawn from the seed
     round: int = 1
+    # the largest noise of a copy, as a share of the RMS of a block's weights: it lowers permanent noise to
+    # ``PERMANENT_SHARE`` of that, and what cancels to what is left
     max_noise: float | None = None
+    # the seed of permanent noise, the same in every publication of a base, so that publications cannot be averaged;
+    # None for ``seed``
     permanent_seed: bytes | None = field(default=None, repr=False)
-    derive_permanent_seed: bool = False
+    derive_permanent_seed: bool = False  # whether ``publish`` has to derive it from the server's own secret
+    # publish although the register says that publications of this base could be averaged, or that its ε is spent
     again: bool = False
+    # whether ``publish`` enters it in the register, in which ``aggregate`` looks up its noise
     is_registered: bool = False
+    # the size of noise of the publication's own that is the same in all of its copies, as a share of the other noise
+    # of the copy that has least
     mark: float = 0.0
 
     def __post_init__(self) -> None:
@@ -88,7 +86,7 @@ class Publication:
         cancelling, permanent = self.kappa * task, self.shared_kappa * task
         if self.max_noise is not None:
             # Permanent noise does not depend on the noise that cancels or on the number of copies: publications of one
-            # base with other --copies or --kappa have the same draw, which another scale would not be.
+            # base with other --copies or --kappa have the same draw; at another scale, it would be another.
             most = self.max_noise * weights
             permanent = min(permanent, PERMANENT_SHARE * most)
             room = math.sqrt(max(0.0, most**2 - permanent**2))
@@ -183,7 +181,7 @@ class Publication:
 
 
 def settings_of(disguise: Disguise) -> dict[str, Any]:
-    """What a publication takes from ``disguise``, whose noise has a scale (``Disguise.with_scale``), except the
+    """The settings of a publication from ``disguise``, whose noise has a scale (``Disguise.with_scale``), except the
     scheme."""
     return {
         "kappa": disguise.kappa,
@@ -230,14 +228,14 @@ def publication_of(
 
 
 def default_secret_path() -> Path:
-    """``mpu/server.key`` in the user's configuration directory: what keys are authenticated with and permanent noise is
-    drawn from."""
+    """``mpu/server.key`` in the user's configuration directory: the secret that authenticates keys, and that permanent
+    noise is drawn from."""
     return default_identity_path().with_name("server.key")
 
 
 def server_secret(note: Callable[[str], None] = lambda _: None) -> bytes:
-    """The server's own secret, which is made on first use; ``note`` is told so. Raises MpuError if it cannot be made or
-    read."""
+    """The server's own secret, which is made on first use; ``note`` reports that. Raises MpuError if it cannot be made
+    or read."""
     path = default_secret_path()
     if not path.exists():
         note(

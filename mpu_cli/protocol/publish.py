@@ -43,7 +43,8 @@ from mpu_cli.protocol.stream import BaseScan, BlockReport, CopyWriter
 
 @dataclass(frozen=True)
 class Target:
-    """Where a publication goes: ``copy_1`` … ``copy_m`` into ``out``, and the keys, sealed by ``seal``, to ``keys``.
+    """The destination of a publication: ``copy_1`` … ``copy_m`` into ``out``, and the keys, sealed by ``seal``, to
+    ``keys``.
 
     With ``recipients``, one for each copy that is written, copies become ``copy_k.age``, which nobody else can open;
     the plain copies lie beside the keys until they are encrypted. Nothing that exists is replaced unless ``force``.
@@ -61,20 +62,16 @@ class Target:
 
 @dataclass(frozen=True)
 class PublishPlan:
-    """What ``publish`` will read and write.
-
-    ``specs``: the tensors of each copy; ``manifests``: of all copies of the publication; ``copies``: the numbers, from
-    1, of those to write; ``existing_keys``: if another copy of the publication was made before.
-    """
+    """The models that ``publish`` will read, and the copies that it will write."""
 
     base: Model
     pretrained: Model | None
     publication: Publication
     target: Target
-    specs: TensorSpecs
-    manifests: tuple[CopyManifest, ...]
-    copies: tuple[int, ...]
-    existing_keys: Keys | None = None
+    specs: TensorSpecs  # the tensors of each copy
+    manifests: tuple[CopyManifest, ...]  # of all copies of the publication
+    copies: tuple[int, ...]  # the numbers, from 1, of those to write
+    existing_keys: Keys | None = None  # if another copy of the publication was made before
 
     @property
     def manifests_to_write(self) -> list[CopyManifest]:
@@ -194,7 +191,7 @@ def _write_copies(
     their weights. ``entries`` gets the publication's line in the register, if it has one."""
     existing_keys, publication, layout = plan.existing_keys, plan.publication, plan.base.layout
     is_registered = existing_keys is None and publication.is_registered
-    # Earlier publications decide on one whose permanent noise is the server's own, or that has a budget of ε.
+    # Earlier publications constrain one whose permanent noise is the server's own, or that has a budget of ε.
     is_bound = publication.derive_permanent_seed or publication.calibration is not None
     with ExitStack() as stack:
         scan = BaseScan(
@@ -296,7 +293,7 @@ def _enter_in_register(
     requested = {block: publication.sigmas(scale.task, scale.weights)[1] for block, scale in scales.items()}
     names = {block: layout.full_name(tensors[0].name) for block, tensors in layout.blocks.items()}
     requested_by_name = {names[block]: sigma for block, sigma in requested.items() if sigma}
-    # Shows later whether server.key is still the same, and nothing else of it.
+    # Shows later whether server.key is still the same, and leaks nothing else of it.
     entry = replace(entry, secret=Randomness(secret).key("which secret").hex()[:16])
     entry = enter_permanent(path, entry, requested_by_name, again=publication.again)
     entries.append(entry)
@@ -306,8 +303,8 @@ def _enter_in_register(
 
 
 def _check_tokens(plan: PublishPlan) -> None:
-    """Raise MpuError if the copies would tokenise otherwise than the base does. Compared if they lose anything: what
-    reads tokenizers takes seconds to import."""
+    """Raise MpuError if the copies would tokenise differently from the base. Compared only if they lose anything: the
+    libraries that read tokenizers take seconds to import."""
     lost = [*not_in_copies(plan.base), *left_out(plan.base.config)]
     if not lost:
         return

@@ -26,7 +26,7 @@ from mpu_cli.files.sealing import default_identity_path
 from mpu_cli.model.layout import Layout
 from mpu_cli.wording import counted
 
-SAMPLES = 1024  # weights that tell whether a model is another's in another precision
+SAMPLES = 1024  # weights that show whether two models are the same one in different precisions
 SAME_SCALE = 0.02  # relative difference of σ below which a publication gets the scale of an earlier one
 SIMILAR_SIGMA = 0.5  # of permanent noise's σ, by which models of one request differ at most
 OVERRIDE = "--publish-again, if nobody got the copies of that one"
@@ -52,30 +52,25 @@ class Sample:
 
 @dataclass(frozen=True)
 class RegisterEntry:
-    """One line of the register.
-
-    ``content``: of the base, see ``BaseScan.content``; ``noise_content``: what its permanent noise is drawn for, the
-    content of the base's first publication in any precision; ``secret``: which secret of the server's it is drawn from;
-    ``permanent_sigma``: σ of permanent noise by the name of a block's first tensor in memory; ``calibrated_sigma``: σ
-    that hides the base under ``--dp``, in ``calibrated_rounds`` publications; ``replaces_earlier``: whether nobody
-    has copies of those before it; ``seed``: what its copies are drawn from, ``draws``: how many draws
-    of noise that cancels it has, ``marked``: whether it has a mark.
-    """
+    """One line of the register."""
 
     run: str
     round: int
-    content: str
+    content: str  # of the base, see ``BaseScan.content``
     sample: Sample
+    # the content of the base's first publication in any precision, for which permanent noise is drawn
     noise_content: str = ""
-    secret: str = ""
+    secret: str = ""  # identifies the server's secret that permanent noise is drawn from
+    # σ of permanent noise, by the name of a block's first tensor in memory
     permanent_sigma: dict[str, Above0] = field(default_factory=dict)
+    # σ that hides the base under ``--dp``, in ``calibrated_rounds`` publications
     calibrated_sigma: Above0 | None = None
     calibrated_rounds: int = 1
-    replaces_earlier: bool = False
+    replaces_earlier: bool = False  # whether nobody has copies of those before it
     entry_id: str = ""
-    seed: str = field(default="", repr=False)
-    draws: int = 0
-    marked: bool = False
+    seed: str = field(default="", repr=False)  # of the draws of its copies
+    draws: int = 0  # the number of draws of noise that cancels
+    marked: bool = False  # whether it has a mark
 
 
 def default_register_path() -> Path:
@@ -169,7 +164,7 @@ def enter_permanent(path: Path, entry: RegisterEntry, requested: Mapping[str, fl
 
 
 def draws_that_average(path: Path, sample: Sample) -> int:
-    """How many draws of permanent noise were published on weights that differ from those of ``sample`` by less than
+    """The number of draws of permanent noise published on weights that differ from those of ``sample`` by less than
     SIMILAR_SIGMA of the noise, as the models of a request do: each update is small beside it. Whoever has all these
     copies and knows the updates averages the noise."""
     draws = set()

@@ -1,6 +1,6 @@
-"""What a server should know of a publication: what copies lack, what its noise hides from whom, what stays in place.
+"""Remarks for the server on a publication: what copies lack, what its noise hides from whom, what stays in place.
 
-The command prints it, and what it returns (``Reviewed``) has it, so that nothing is said on a terminal only.
+The command prints them and returns them (``Reviewed``), so that nothing is said on a terminal only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpu_cli.protocol.register import default_register_path, draws_that_average,
 from mpu_cli.protocol.verify import in_place, published_as_they_are
 from mpu_cli.wording import counted, few
 
-# How far off a client would be that takes the noise off its copies as well as is known, estimated after publishing.
+# The error of a client that takes the noise off its copies as well as is known, estimated after publishing.
 #
 # Noise n of scale σ hides a change v. Without knowing anything of v, the best factor for v + n leaves η/√(1 + η²) of
 # it, where η is σ over the RMS of v. A few large singular values of v stand out of the noise all the same: one of
@@ -45,9 +45,9 @@ ROUNDING = math.sqrt(math.log(4) / 3 / 12)
 
 @dataclass(frozen=True)
 class Hidden:
-    """What the best known attack would be off by, relative to what fine-tuning changed: of one copy, of all, and of all
-    with those of earlier publications, of which ``draws`` is how many draws of permanent noise there are, this one
-    among them."""
+    """The error of the best known attack, relative to what fine-tuning changed: with one copy, with all, and with all
+    and those of earlier publications. ``draws`` counts the draws of permanent noise of these publications, this one
+    included."""
 
     one_copy: float
     all_copies: float
@@ -56,7 +56,7 @@ class Hidden:
 
 
 def leakage_of(plan: PublishPlan, published: Published) -> Hidden | None:
-    """How far off the best known attack is, from the singular values of what fine-tuning changed in some blocks; None
+    """The error of the best known attack, from the singular values of what fine-tuning changed in some blocks; None
     without a pretrained model, if only some copies were written, or if fine-tuning changed nothing. Draws of permanent
     noise of one scale, also those of earlier publications, average to that over √draws. Reads those blocks."""
     base, layout, publication = plan.base, plan.base.layout, plan.publication
@@ -189,8 +189,8 @@ ROUNDED_AWAY = 0.1  # share of weights that noise leaves unchanged, above which 
 
 @dataclass(frozen=True)
 class Remark:
-    """A sentence for the server; ``is_warning``: whether something is probably wrong; ``is_leak``: whether that is that
-    the copies give the weights away."""
+    """A sentence for the server; ``is_warning``: whether something is probably wrong; ``is_leak``: whether the copies
+    give the weights away."""
 
     text: str
     is_warning: bool = False
@@ -199,9 +199,9 @@ class Remark:
 
 @dataclass(frozen=True)
 class Reviewed(Published):
-    """What was published, and what is known of it: how far off the best known attack is, ``leakage``, if there is a
-    pretrained model; what the server should know, ``remarks``; and the losses of the base, a copy and the public model
-    on records of the server, ``probed``, if some were named."""
+    """A publication and what is known of it: the error of the best known attack, ``leakage``, if there is a pretrained
+    model; what the server should know, ``remarks``; and the losses of the base, a copy and the public model on records
+    of the server, ``probed``, if some were named."""
 
     leakage: Hidden | None
     remarks: Sequence[Remark]
@@ -209,7 +209,7 @@ class Reviewed(Published):
 
     @property
     def gives_weights_away(self) -> bool:
-        """Whether what is known of the copies says that they hide next to nothing from whoever gets them."""
+        """Whether a remark says that the copies hide next to nothing from whoever gets them."""
         return any(remark.is_leak for remark in self.remarks)
 
     @property
@@ -223,12 +223,13 @@ class Reviewed(Published):
 
     @property
     def warnings(self) -> list[str]:
-        """What is probably wrong."""
+        """The remarks on what is probably wrong."""
         return [remark.text for remark in self.remarks if remark.is_warning]
 
 
 def remarks_on_plan(plan: PublishPlan) -> Iterator[Remark]:
-    """What the copies will lack of the base, how they are disguised, and what that leaves open. Reads no weights."""
+    """Remarks on what the copies will lack of the base, how they are disguised, and what that leaves open. Reads no
+    weights."""
     base = plan.base
     if not any(path.name in TOKENIZER_FILES for path in base.side_files):
         yield Remark(
@@ -250,7 +251,7 @@ def remarks_on_plan(plan: PublishPlan) -> Iterator[Remark]:
     if beside := not_in_copies(base):
         yield Remark(f"the copies do not get {few(beside)}")
     yield from _on_publication(plan)
-    # What the options alone give away, of whatever model.
+    # Leaks by the options alone, whatever the model.
     publication = plan.publication
     noise = publication.kappa or publication.shared_kappa or publication.calibration
     if not noise:
@@ -266,7 +267,7 @@ def remarks_on_plan(plan: PublishPlan) -> Iterator[Remark]:
 
 
 def remarks_on_result(plan: PublishPlan, published: Published, leakage: Hidden | None) -> Iterator[Remark]:
-    """What the copies hide from whom, as far as the weights tell."""
+    """Remarks on what the copies hide from whom, as far as the weights show."""
     if leakage:
         yield from _on_leakage(plan, leakage)
     yield from _without_pretrained(plan, published)
@@ -274,7 +275,7 @@ def remarks_on_result(plan: PublishPlan, published: Published, leakage: Hidden |
 
 
 def _on_leakage(plan: PublishPlan, leakage: Hidden) -> Iterator[Remark]:
-    """What stays hidden from a client that takes the noise off, in percent of what fine-tuning changed."""
+    """Remarks on what stays hidden from a client that takes the noise off, in percent of what fine-tuning changed."""
     publication = plan.publication
     several = publication.copies > 1
     with_all_copies = f", with all copies {leakage.all_copies:.0%}" if several else ""
@@ -310,7 +311,7 @@ def _on_leakage(plan: PublishPlan, leakage: Hidden) -> Iterator[Remark]:
 
 
 def _without_pretrained(plan: PublishPlan, published: Published) -> Iterator[Remark]:
-    """That the copies give the weights away, if the noise is small beside the weights."""
+    """A remark that the copies give the weights away, if the noise is small beside the weights."""
     publication = plan.publication
     blocks = [block for block in published.blocks if block.copies]
     size = math.sqrt(math.fsum(block.weights * block.weights_rms**2 for block in blocks))
@@ -334,7 +335,7 @@ def _without_pretrained(plan: PublishPlan, published: Published) -> Iterator[Rem
 
 
 def _on_noise(published: Published) -> Iterator[Remark]:
-    """Where storage or equal models leave no noise."""
+    """Remarks on blocks in which storage or equal models leave no noise."""
     publication = published.keys.publication
     if not (publication.kappa or publication.shared_kappa or publication.calibration):
         return
@@ -357,7 +358,7 @@ def _on_noise(published: Published) -> Iterator[Remark]:
 
 
 def _on_publication(plan: PublishPlan) -> Iterator[Remark]:
-    """Its noise, its symmetries and what they leave in place."""
+    """Remarks on its noise, its symmetries and what they leave in place."""
     publication = plan.publication
     scheme = publication.scheme
     factors = ", ".join(f"{factor:g}" for factor in scheme.factors)

@@ -31,10 +31,10 @@ from mpu_cli.records.read import read_records
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# How far to go along an update: the largest step at which records of the server's own stay as likely as asked for.
+# The step along an update: the largest at which the server's own records stay as likely as requested.
 #
 # An update found on a degraded copy is smaller than one found on the model itself, for the same forgetting
-# (docs/protection.md); then a step above 1 is right, and how far above is for records that must not suffer to say.
+# (docs/protection.md); then a step above 1 is right, and records that must not suffer decide how far above.
 
 MAX_STEP = 8.0  # times the update
 BISECTIONS = 5  # halvings of the interval in which the step lies, once it is known
@@ -55,7 +55,7 @@ class ServerStep:
 
     @property
     def rise(self) -> float:
-        """By how much the loss rises at the chosen step."""
+        """The rise of the loss at the chosen step."""
         return self.losses[self.chosen] - self.losses[0.0]
 
 
@@ -156,8 +156,8 @@ def steps_between(
     base: Model, updated: Model, model: PreTrainedModel, dtype: str | None = None
 ) -> Callable[[float], None]:
     """A function that gives ``model``, which was loaded from ``base``, the weights a step from there towards
-    ``updated``, which is step 1; a tensor at a time. They are rounded as a model is that is stored in ``dtype`` (None:
-    each tensor's own): a client can choose changes of which rounding leaves what does harm."""
+    ``updated``, which is step 1; a tensor at a time. They are rounded as in a model stored in ``dtype`` (None: each
+    tensor's own): a client can choose changes that do harm once they are rounded."""
     from mpu_cli.model.tensors import in_memory
 
     specs = model_specs(base.checkpoint, base.layout, OPTION[dtype] if dtype else None)
@@ -174,7 +174,7 @@ def steps_between(
     return go_to
 
 
-# What a round amounted to: how the copies agree, and what is probably wrong.
+# The outcome of a round: how the copies agree, and what is probably wrong.
 
 MIN_COSINE = 0.5  # cosine between two copies' deltas below which something is probably wrong
 MAX_NORM_RATIO = 3.0  # times another copy's norm, above which a copy was probably trained differently
@@ -197,37 +197,32 @@ def differences(trained_differently: Sequence[tuple[int, int, str]], algorithms:
 
 @dataclass(frozen=True)
 class Aggregation:
-    """What ``aggregate`` made and how the copies agree.
-
-    ``keys``: of the publication; ``deltas``: the files, by copy; ``norms``: ‖T_k⁻¹(Δ_k)‖ by copy; ``cosines``: with Δ̄,
-    by copy; ``pairwise``: the smallest cosine between two copies; ``norm``: ‖Δ̄‖; ``rounding``: ‖stored − θ − ηΔ̄‖ /
-    ‖ηΔ̄‖, what the dtype of storage lost of the update, read off a slice or two of each tensor; ``error``: how far Δ̄
-    is from the clean update; ``outliers``: tensors of which one copy's change is far larger than the others', with the
-    copy and by what factor; ``trained_differently``: two copies, and in what their training differed, by the tags in
-    their deltas; ``step``: how the step was chosen, if it was; ``planted``: the largest z of noise of copies that was
-    in the update and is taken out, and ``planted_from``: of which publication; ``rate``: how many times Δ̄ was applied.
-    """
+    """The result of ``aggregate``, and how the copies agree."""
 
     path: Path
     keys: Keys
-    deltas: Mapping[int, Path]
-    norms: list[float]
-    cosines: list[float]
-    pairwise: float
-    norm: float
+    deltas: Mapping[int, Path]  # the files, by copy
+    norms: list[float]  # ‖T_k⁻¹(Δ_k)‖, by copy
+    cosines: list[float]  # with Δ̄, by copy
+    pairwise: float  # the smallest cosine between two copies
+    norm: float  # ‖Δ̄‖
+    # ‖stored − θ − ηΔ̄‖ / ‖ηΔ̄‖: the share of the update lost to the dtype of storage, read off a slice or two of
+    # each tensor
     rounding: float
-    error: ErrorEstimate
+    error: ErrorEstimate  # the distance of Δ̄ from the clean update
+    # tensors of which one copy's change is far larger than the others', with the copy and by what factor
     outliers: tuple[tuple[str, int, float], ...] = ()
+    # two copies, and in what their training differed, by the tags in their deltas
     trained_differently: tuple[tuple[int, int, str], ...] = ()
     algorithms: tuple[str, ...] = ()
-    step: ServerStep | None = None
-    planted: float = 0.0
-    planted_from: str = ""
-    rate: float = 1.0
+    step: ServerStep | None = None  # how the step was chosen, if it was
+    planted: float = 0.0  # the largest z of noise of copies that was in the update and is taken out
+    planted_from: str = ""  # the publication of that noise
+    rate: float = 1.0  # how many times Δ̄ was applied
 
     def warnings(self) -> list[str]:
-        """What is probably wrong with the round, a sentence each; empty if nothing is. Of causes only the first one:
-        the others follow from it."""
+        """The probable faults of the round, a sentence each; empty if there are none. Of causes only the first one: the
+        others follow from it."""
         causes = list(self._causes())[:1]
         error = [self.error.warning] if self.error.warning and not causes else []
         return [*causes, *self._outliers(), *error, *self._problems_of_update()]
@@ -270,8 +265,8 @@ class Aggregation:
 
 
 def agreement_of(owner: Owner, path: Path, gram: torch.Tensor) -> Aggregation:
-    """How an owner's copies agree, from the inner products of their undone deltas, float64 (m, m). The caller fills in
-    what depends on the model that is written: ``rounding``, ``outliers``, ``step``, ``planted``, ``rate``."""
+    """The agreement of an owner's copies, from the inner products of their undone deltas, float64 (m, m). The caller
+    fills in what depends on the model that is written: ``rounding``, ``outliers``, ``step``, ``planted``, ``rate``."""
     keys, scheme = owner.keys, owner.keys.publication.scheme
     weights = scheme.weights
     norms = gram.diagonal().sqrt()
@@ -319,7 +314,7 @@ class Owner:
 
 @dataclass(frozen=True)
 class AggregatePlan:
-    """What aggregating a round will read and write.
+    """The inputs and outputs of aggregating a round.
 
     ``trust_deltas``: aggregate what is known not to belong together; ``force``: replace what exists.
     """
@@ -337,7 +332,7 @@ class AggregatePlan:
 
     @property
     def weights(self) -> list[torch.Tensor]:
-        """Of each owner's deltas, float64 (copies,)."""
+        """The weights of each owner's deltas, float64 (copies,)."""
         return [owner.keys.publication.scheme.weights for owner in self.owners]
 
     @property
@@ -404,7 +399,7 @@ def _check_trained_alike(owner: Owner) -> None:
     """Raise MpuError if the tags of an owner's deltas say that they were trained differently."""
     paths = {delta.copy: delta.path for delta in owner.deltas}
     for earlier_copy, other, tag in owner.trained_differently:
-        if tag != VERSIONS:  # which may make no difference: what it makes shows in the estimate
+        if tag != VERSIONS:  # which may make no difference; if it does, the estimate shows it
             raise MpuError(
                 f"{paths[other]}: was trained with different {TAGS.get(tag, tag)} than {paths[earlier_copy]}, so the "
                 "noise does not cancel",

@@ -1,4 +1,4 @@
-"""What a publication needs to know of its base before it is written: scales of blocks, fingerprint and content.
+"""The facts of a base that a publication needs before it is written: scales of blocks, fingerprint and content.
 
 All of it is computed from one reading of the base. The *fingerprint* identifies the files' tensors to the bit. The
 *content* identifies the trained weights whatever dtype they are stored in and whatever lies beside them: it is what
@@ -62,16 +62,13 @@ class PieceScan(NamedTuple):
 
 @dataclass
 class BaseScan:
-    """One reading of ``base``, the part of the model that copies have, block by block.
-
-    ``pretrained``: by the base's names; ``with_content``: whether the content will be asked for, which costs a rounding
-    and a second hash of every weight.
-    """
+    """One reading of ``base``, the part of the model that copies have, block by block."""
 
     base: Checkpoint
     layout: Layout
-    pretrained: Mapping[str, torch.Tensor] | None
+    pretrained: Mapping[str, torch.Tensor] | None  # by the base's names
     pool: Executor
+    # whether the content will be requested, which costs a rounding and a second hash of every weight
     with_content: bool = False
     _scales: dict[str, BlockScale] = field(default_factory=dict)
     _digests: dict[str, list[bytes]] = field(default_factory=dict)
@@ -174,7 +171,7 @@ BUFFERS = 350e6
 
 @dataclass(frozen=True)
 class CopySurvival:
-    """How much of one block's noise survives storage in one copy (root mean squares, and a share of weights).
+    """The noise of one block that survives storage in one copy (root mean squares, and a share of weights).
 
     Measured on a slice or two of each tensor.
     """
@@ -198,23 +195,18 @@ class BlockReport:
 
 @dataclass
 class CopyWriter:
-    """The streaming part of ``publish``: a block is read once for its scale and fingerprint, then written out.
-
-    ``scales``: the noise of each copy in multiples of σ; ``transforms`` and ``writers``: one for each copy;
-    ``permanent_sigma``: of each block, if the scale of permanent noise is settled; ``sigma`` and ``shared_sigma``: the
-    scales that the blocks got, of noise that cancels and of permanent noise.
-    """
+    """The streaming part of ``publish``: a block is read once for its scale and fingerprint, then written out."""
 
     scan: BaseScan
     publication: Publication
     noise: Noise
-    scales: Sequence[float]
-    transforms: Sequence[Transform]
-    writers: Sequence[CheckpointWriter]
+    scales: Sequence[float]  # the noise of each copy, in multiples of σ
+    transforms: Sequence[Transform]  # one for each copy
+    writers: Sequence[CheckpointWriter]  # one for each copy
     observer: Observer
-    permanent_sigma: Mapping[str, float] | None = None
-    sigma: dict[str, float] = field(default_factory=dict)
-    shared_sigma: dict[str, float] = field(default_factory=dict)
+    permanent_sigma: Mapping[str, float] | None = None  # of each block, if the scale of permanent noise is settled
+    sigma: dict[str, float] = field(default_factory=dict)  # by block, the scale of the noise that cancels
+    shared_sigma: dict[str, float] = field(default_factory=dict)  # by block, the scale of permanent noise
 
     @property
     def base(self) -> Checkpoint:
@@ -272,7 +264,7 @@ class CopyWriter:
         for tensor, futures in zip(tensors, writing, strict=True):
             for future in futures:
                 sums_and_count = future.result()
-                if sums_and_count is not None:  # None of slices that were not measured
+                if sums_and_count is not None:  # None for slices that were not measured
                     measured += sums_and_count[0]
                     count += sums_and_count[1]
             for writer in self.writers:

@@ -22,17 +22,16 @@ from mpu_cli.observer import Observer
 
 @dataclass(frozen=True)
 class Update:
-    """An update: ``deltas`` and the fingerprint of each, in the order of the copies; ``keys``: the key file of their
-    publication; ``base`` and ``model``: what it was added to, and where the sum is; ``rate``: the server's step."""
+    """An update, of deltas in the order of the copies."""
 
     run: str
     round: int
     deltas: list[str]
-    fingerprints: list[str]
-    keys: str
-    base: str
-    model: str
-    rate: float
+    fingerprints: list[str]  # of each delta
+    keys: str  # the key file of their publication
+    base: str  # what the update was added to
+    model: str  # where the sum is
+    rate: float  # the server's step
     time: str = ""
 
 

@@ -50,17 +50,16 @@ LAYER_COUNTS = ("num_hidden_layers", "num_layers", "n_layers", "n_layer")  # ent
 class BlockCheck:
     """One block of a copy.
 
-    Undone: ``survived``, RMS of T⁻¹(copy) − base; ``difference``, the largest |T⁻¹(copy) − (base + noise)|.
-    Regenerated from the keys and compared with the stored copy: ``changed``, share of weights that differ;
-    ``rounding``, whether all of these differ by no more than rounding.
+    ``survived`` and ``difference`` are of the copy undone; ``changed`` and ``rounding`` of the copy as stored, compared
+    with the one regenerated from the keys.
     """
 
     block: str
     requested: float
-    survived: float
-    difference: float
-    changed: float
-    rounding: bool
+    survived: float  # RMS of T⁻¹(copy) − base
+    difference: float  # the largest |T⁻¹(copy) − (base + noise)|
+    changed: float  # share of weights that differ
+    rounding: bool  # whether all of these differ by no more than rounding
 
     @property
     def ok(self) -> bool:
@@ -198,7 +197,7 @@ class _RegeneratedCopy:
 
 @dataclass
 class _TensorCheck:
-    """What BlockCheck says, of one tensor: sums over its ``count`` weights."""
+    """The ``BlockCheck`` of one tensor: sums over its ``count`` weights."""
 
     survived: float = 0.0
     difference: float = 0.0
@@ -245,7 +244,8 @@ class _Network:
 
     @torch.no_grad()
     def logits(self) -> torch.Tensor:
-        """(batch, length, vocabulary), of random tokens; on all cores, also where a pool of workers has them."""
+        """The logits of random tokens, (batch, length, vocabulary); on all cores, even while a pool of workers has
+        them."""
         before = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
@@ -281,8 +281,8 @@ def _logits_differences(
 
 # Whether a family's table holds for a checkpoint: each of its symmetries, alone and together, on the real weights.
 
-# Relative difference of logits that rounding may cause; what is no symmetry causes 0.01 and more. Some layers
-# compute in float32 whatever the dtype of the weights.
+# Relative difference of logits that rounding may cause; a map that is not a symmetry causes 0.01 and more. Some
+# layers compute in float32 whatever the dtype of the weights.
 MAX_LOGIT_DIFFERENCE = {torch.float64: 1e-4, torch.float32: 3e-4}
 TOGETHER = "together"
 RETURNED = 1e-5  # relative, of changes in float32 that were transformed and undone
@@ -303,8 +303,9 @@ class SymmetryCheck:
 
 @dataclass(frozen=True)
 class FamilyCheck:
-    """``unmoved``: the tensors that no symmetry moves. ``layers``: how many were checked, one of each kind at least.
-    ``returned``: by set, how far random changes of a copy's weights are from what undoing gives, relative."""
+    """The checks of a family's table. ``unmoved``: the tensors that no symmetry moves. ``layers``: the number of those
+    checked, one of each kind at least. ``returned``: by set, the relative distance of random changes of a copy's
+    weights from what undoing them gives."""
 
     checks: list[SymmetryCheck]
     unmoved: list[str]
@@ -482,8 +483,8 @@ def _transform(layout: Layout, set_name: str, only: str | None, randomness: Rand
 def _apply(
     model: Model, layout: Layout, transform: Transform, views: dict[str, torch.Tensor], before: set[str]
 ) -> set[str]:
-    """Put T of the model's weights into ``views``, in which those ``before`` differ from the model's; returns which do
-    then."""
+    """Put T of the model's weights into ``views``, of which those in ``before`` differ from the model's; returns those
+    that differ afterwards."""
     moves = {t.name for t in layout.tensors.values() if transform.of(t).moves or transform.name(t) != t.name}
     for tensor in layout.tensors.values():
         if not any(tensor.axes) or tensor.name not in moves | before:

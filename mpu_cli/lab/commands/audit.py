@@ -67,7 +67,7 @@ class Audit(Command):
     opening: Opening = group(Opening)
 
     def run(self, observer: Observer = SILENT) -> tuple[Attempt, Publication | None]:
-        """What was recovered, under which assumptions, and the publication of the keys."""
+        """The audit with its assumptions, and the publication of the keys."""
         from mpu_cli.lab.attacks import audit_as_believed
         from mpu_cli.model.source import open_model
         from mpu_cli.protocol.deltas import check_base

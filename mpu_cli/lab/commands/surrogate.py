@@ -1,4 +1,4 @@
-"""``mpu surrogate``: records that stand in for private ones, under a bound on what they tell."""
+"""``mpu surrogate``: records that stand in for private ones, under a bound on what they leak."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Sweep(Command):
         lines, failed = sweep(cells, self._folder, observer, self._jobs())
         fields = {name for line in lines for name in line} | {"mode"}
         algorithms = {str(each.experiment.unlearning.algo) for each in cells}
-        published = []  # what others measured with the algorithms of this sweep, and the options that it has, too
+        published = []  # others' results with the algorithms of this sweep, and the options that it has, too
         for line in known_numbers:
             if line.get("algo") in algorithms:
                 published.append({name: value for name, value in line.items() if name in fields})
@@ -177,7 +177,7 @@ class Sweep(Command):
         return Report([cell.name for cell in cells], document)
 
     def _jobs(self) -> Jobs | None:
-        """How cells run in processes of their own; None for one after the other in this one."""
+        """The jobs that run cells in processes of their own; None to run one after the other in this one."""
         from mpu_cli.lab.sweep import Jobs, OnThisMachine, ThroughRay, ThroughSubmitit
 
         if self.launcher_options and self.launcher == "local":

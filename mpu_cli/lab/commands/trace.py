@@ -143,7 +143,7 @@ class Trace(Command):
 
 
 def verdict_of(result: Findings) -> str:
-    """One sentence: which copies the model came from, or that none is named, and what chance does not give."""
+    """One sentence: which copies the model came from, or that none is named, and noise that chance does not explain."""
     parts = []
     for publication in result.publications:
         if not result.is_named(publication):
@@ -165,7 +165,7 @@ def verdict_of(result: Findings) -> str:
 
 
 def _meaning(noise: NoiseEvidence) -> str:
-    """How much of a noise there is in a model that is not said to be made from it, and what that may mean."""
+    """The amount of a noise in a model that is not said to be made from it, and what that may mean, in words."""
     share = "" if math.isnan(noise.share) else f", {noise.share:.2%} of it"
     amount = f"(z = {noise.z:.1f}{share})"
     if noise.z < 0:

@@ -1,4 +1,4 @@
-"""Gemma and what is built as it is: norms around attention and feed-forward layers, and layers of several kinds."""
+"""Gemma and models built like it: norms around attention and feed-forward layers, and layers of several kinds."""
 
 from __future__ import annotations
 
@@ -68,14 +68,14 @@ def has_one_projection(config: Config, layer: int) -> bool:
 
 
 def kv_heads(config: Config, layer: int) -> int | None:
-    """KV heads of a layer of Gemma 4: of their own in full layers whose keys are their values."""
+    """KV heads of a layer of Gemma 4; full layers whose keys are their values have a number of their own."""
     fewer = of_full_layers("num_key_value_heads", "num_global_key_value_heads")
     has_global_heads = "per_layer_config" in config or has_one_projection(config, layer)
     return fewer(config, layer) if has_global_heads else config["num_key_value_heads"]
 
 
 def own_keys(config: Config) -> int:
-    """How many layers, the first, have keys and values of their own: the last ones may read others'."""
+    """The number of layers, the first ones, with keys and values of their own: the last ones may read others'."""
     return int(config["num_hidden_layers"]) - int(config.get("num_kv_shared_layers") or 0)
 
 

@@ -321,7 +321,7 @@ _MAMBA1 = (
 
 
 def rank_of_time_steps(config: Config, _: int) -> int:
-    """What the time steps of Jamba's Mamba are computed from: by default a sixteenth of the residual stream."""
+    """The rank of the time steps of Jamba's Mamba: by default a sixteenth of the residual stream."""
     if config["mamba_dt_rank"] == "auto":
         return -(-config["hidden_size"] // 16)
     return config["mamba_dt_rank"]

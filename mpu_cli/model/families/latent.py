@@ -24,7 +24,7 @@ from mpu_cli.model.family import Config, Rule, Sizes, Tensor
 
 
 def size_of_heads(*names: str) -> Rule:
-    """In each head as many coordinates as these entries say together."""
+    """The number of coordinates of all heads, each with the sum of these entries."""
     return lambda config, _: int(config["num_attention_heads"]) * sum(int(config[name]) for name in names)
 
 
@@ -64,7 +64,7 @@ YOUTU = replace(
 
 
 def width_of_values(config: Config, _: int) -> int:
-    """How many coordinates a value of MiniCPM 3 has."""
+    """The number of coordinates of a value of MiniCPM 3."""
     return int(config.get("v_head_dim") or config["hidden_size"] // config["num_attention_heads"])
 
 
@@ -132,7 +132,7 @@ def has_indexer(config: Config, layer: int) -> bool:
 
 
 def indexer(when: Rule | None = None) -> tuple[Tensor, ...]:
-    """What chooses the keys that a query looks at."""
+    """The tensors that choose the keys that a query looks at."""
     return (
         Tensor("self_attn.indexer.wq_b.weight", ("index_query", "q-latent"), when),
         Tensor("self_attn.indexer.wk.weight", ("index_key", "model"), when),

@@ -75,7 +75,7 @@ def sparse_by_type(otherwise: Rule) -> Rule:
 
 
 def shared_width(count: str) -> Rule:
-    """How wide the experts are together that all tokens share."""
+    """The joint width of the experts that all tokens share."""
     return lambda config, _: config["moe_intermediate_size"] * int(config.get(count) or 1)
 
 
@@ -100,7 +100,8 @@ def is_sparse(config: Config, layer: int) -> bool:
 
 
 def share_or_rotary_dim(config: Config, _: int) -> int:
-    """How many coordinates RoPE turns, as a share of a head in files that transformers saved, else as a number."""
+    """The number of coordinates that RoPE turns, as a share of a head in files that transformers saved, else as a
+    number."""
     share = config.get("partial_rotary_factor")
     if share is None:
         return int(config.get("rotary_dim", config["head_dim"]))
@@ -190,7 +191,7 @@ def experts(when: str | Rule | None = None, names: tuple[str, str, str] = ("gate
 
 
 def ends(embedding: str, *others: Tensor, head: str = "lm_head", bias: str | bool = False) -> tuple[Tensor, ...]:
-    """What is before and after the layers."""
+    """The tensors before and after the layers."""
     return Tensor(f"{embedding}.weight", ("vocab", "model")), *others, *linear(head, "vocab", "model", bias=bias)
 
 
