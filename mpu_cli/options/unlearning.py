@@ -143,7 +143,7 @@ class Loss(Options):
     gamma: float | None = option(None, "γ, weight of the forget term (default: 1; satimp 0.1, simnpo 0.125).", least=0)
     alpha: float | None = option(
         None,
-        "α, weight of the retain term (default: 1; hinge 3, gradascent 0, undial 0), 10 for a hinge that stops when it "
+        "α, weight of the retain term (default: 1; hinge 3, gradascent 0, undial 0), 30 for a hinge that stops when it "
         "is done on a copy whose answers are the model's.",
         least=0,
     )

@@ -321,7 +321,7 @@ RETAIN = {
 }
 
 ALGORITHMS = {
-    "hinge": Algorithm(hinge, Constants(alpha=3), ("level",), retain="kl", retain_per_forget=2, faithful_alpha=10),
+    "hinge": Algorithm(hinge, Constants(alpha=3), ("level",), retain="kl", retain_per_forget=2, faithful_alpha=30),
     "gradascent": Algorithm(gradient_ascent, Constants(alpha=0), bounded=False),
     "graddiff": Algorithm(gradient_ascent, Constants(), bounded=False),
     "npo": Algorithm(npo, Constants(beta=0.1), ("beta",), reference_outputs="log_probs", epochs=5, rounds=2),
