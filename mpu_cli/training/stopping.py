@@ -62,7 +62,7 @@ class FurtherNoise:
 LEAST_HELD_OUT = 16
 SCORED_RECORDS = 128  # records of a set at most: the standard error of a mean probability is then below 0.05
 FAITHFUL_NOISE = 0.01  # permanent noise, as a share of the weights, up to which a copy's scores are the model's
-PRECISION = 0.1  # to which the share of the change that suffices is sought, relative to it
+PRECISION = 0.05  # to which the share of the change that suffices is sought, relative to it
 
 # Noise of the copy's size, once more, may take this share of what the answers have to fall off them, in nats, where the
 # copy's answers are said to be the model's.
@@ -195,15 +195,17 @@ class Scorer:
         level = round(min(max(level, LOWEST_LEVEL), HIGHEST_LEVEL), 1)  # in tenths
         return pulling_level(level, -self._known)
 
-    def middle(self, error: float) -> float:
-        """The middle of the shares left, each with its standard ``error``, with which `check` passes: from ``max_left``
-        to one whose interval ends twice as much below a stranger or, where a stranger knows less, to nothing."""
-        unseen, lowest = self.before.get("unseen"), 0.0
-        if unseen and self._public is None:  # record by record, nothing left is 0
-            guessed = fmean(unseen)
-            known = max(fmean(self.before["forget"]) - guessed, LEAST_KNOWN)
-            lowest = -min(2 * (self._max_left + error), guessed / known)
-        return (self._max_left + lowest) / 2
+    def aim(self, error: float) -> float:
+        """The middle of the shares left, each with its standard ``error``, with which `check` passes, and an error
+        below it: from ``max_left`` to a share whose interval ends twice as much below a stranger, or where a stranger
+        knows less, to nothing. Without unseen records nothing left is 0, and half of ``max_left`` is the middle."""
+        unseen = self.before.get("unseen")
+        if not unseen or self._public is not None:
+            return self._max_left / 2
+        guessed = fmean(unseen)
+        known = max(fmean(self.before["forget"]) - guessed, LEAST_KNOWN)
+        lowest = -min(2 * (self._max_left + error), guessed / known)
+        return (self._max_left + lowest) / 2 - error
 
     @property
     def fall(self) -> float:
@@ -420,13 +422,12 @@ class EarlyStopping(TrainerCallback):
 
     def _is_forgotten(self, scores: StepScores) -> bool:
         """Whether at most half of what may be left is left, on too many records for that to be chance, and none stands
-        out; under further noise, whether what is left is a standard error below the middle of what passes; on a copy
-        whose scores are not the model's, whether the loss hardly pulls any more."""
+        out; under further noise, whether it is in the middle of what passes (``Scorer.aim``); on a copy whose scores
+        are not the model's, whether the loss hardly pulls any more."""
+        aim = self._goal.max_left / 2
         if self._further.share:
-            error = (scores.left_high - scores.left) / 2
-            little_left = scores.left + error <= self._scorer.middle(error)
-        else:
-            little_left = scores.left <= self._goal.max_left / 2 and scores.left_high <= self._goal.max_left
+            aim = self._scorer.aim((scores.left_high - scores.left) / 2)
+        little_left = scores.left <= aim and scores.left_high <= self._goal.max_left
         hardly_pulls = self.is_scaled or scores.above <= LEVEL_MARGIN
         return little_left and not scores.stands_out and hardly_pulls
 
