@@ -196,16 +196,16 @@ class Scorer:
         return pulling_level(level, -self._known)
 
     def aim(self, error: float) -> float:
-        """The middle of the shares left, each with its standard ``error``, with which `check` passes, and an error
-        below it: from ``max_left`` to a share whose interval ends twice as much below a stranger, or where a stranger
-        knows less, to nothing. Without unseen records nothing left is 0, and half of ``max_left`` is the middle."""
+        """The share left to aim at, in the middle of those with which `check` passes: ``max_left`` above the
+        lowest, half of it at most. The lowest has an interval, of its standard ``error``, that ends twice ``max_left``
+        below a stranger, or nothing is left, which is 0 record by record."""
         unseen = self.before.get("unseen")
         if not unseen or self._public is not None:
             return self._max_left / 2
         guessed = fmean(unseen)
         known = max(fmean(self.before["forget"]) - guessed, LEAST_KNOWN)
         lowest = -min(2 * (self._max_left + error), guessed / known)
-        return (self._max_left + lowest) / 2 - error
+        return min(self._max_left / 2, self._max_left + lowest)
 
     @property
     def fall(self) -> float:
