@@ -138,8 +138,8 @@ class Rehearse(Command):
             result = unlearn(
                 copy, plan.data, plan.options, target=task.target, stopping_rule=stopping_rule, observer=observer
             )
-            if stopping_rule and stopping_rule.round_schedule is None:
-                stopping_rule = replace(stopping_rule, round_schedule=result.round_schedule)
+            if stopping_rule and stopping_rule.schedule is None:
+                stopping_rule = replace(stopping_rule, schedule=result.schedule)
         return [task.target for task in plan.tasks]
 
     def _updated(self, base: Model, keys: Keys, deltas: Sequence[Path], out: Path, observer: Observer) -> Model:

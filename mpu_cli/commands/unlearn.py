@@ -114,9 +114,7 @@ class UnlearnPlan:
         if not command.logging.resume and process_count() == 1:  # before the first training, not after it
             for task in self.tasks:
                 Transaction(force=command.force).check(task.target, task.target.is_dir())
-        schedules: dict[
-            tuple[str, int] | None, RoundSchedule
-        ] = {}  # by run and round, as the first copy of it settled it
+        schedules: dict[tuple[str, int] | None, RoundSchedule] = {}  # by run and round, of the first copy
         for task in self.tasks:
             with opened_copy(task.copy, command.identity, observer) as source:
                 if self.passes_over(task, Path(source)):
@@ -126,8 +124,8 @@ class UnlearnPlan:
                 manifest = read_copy_manifest(Path(source)) if Path(source).is_dir() else None
                 round_id = (manifest.run, manifest.round) if manifest else None
                 result = self._train(source, task, observer, schedules.get(round_id))
-                if round_id and result.round_schedule:
-                    schedules.setdefault(round_id, result.round_schedule)
+                if round_id and result.schedule:
+                    schedules.setdefault(round_id, result.schedule)
                 self._note(task, manifest, result, observer)
                 answers: Sequence[Shown] = ()
                 if command.show and result.is_main_process:
@@ -150,13 +148,13 @@ class UnlearnPlan:
             write_request,
         )
 
-        if manifest is None or result.round_schedule is None or self.options.privacy.public_records:
+        if manifest is None or result.schedule is None or self.options.privacy.public_records:
             return
         command = self.command
         request = Request(
             run=manifest.run, round=manifest.round, copy=manifest.copy, copy_id=manifest.copy_id,
             copy_path=str(Path(task.copy).absolute()), weights=result.weights, delta=str(task.target.absolute()),
-            change=fingerprint(open_checkpoint(task.target)), scale=result.round_schedule.scale,
+            change=fingerprint(open_checkpoint(task.target)), scale=result.schedule.scale,
             sources=[*self.sources],
             options=options_to_note(self.options, command.goal, command.checks),
         )  # fmt: skip
@@ -177,7 +175,7 @@ class UnlearnPlan:
             observer.warn(f"{path}: {error.strerror}; a further request on this copy has to name these records again")
 
     def _train(
-        self, source: str, task: UnlearningTask, observer: Observer, round_schedule: RoundSchedule | None
+        self, source: str, task: UnlearningTask, observer: Observer, schedule: RoundSchedule | None
     ) -> UnlearningResult:
         from mpu_cli.model.source import open_model
         from mpu_cli.training.execution import last_checkpoint
@@ -185,11 +183,9 @@ class UnlearnPlan:
         from mpu_cli.training.unlearn import unlearn
 
         command = self.command
-        stopping_rule = (
-            replace(self.stopping_rule, round_schedule=round_schedule)
-            if self.stopping_rule and round_schedule
-            else self.stopping_rule
-        )
+        stopping_rule = self.stopping_rule
+        if stopping_rule and schedule:
+            stopping_rule = replace(stopping_rule, schedule=schedule)
         if task.reference_file:
             task.reference_file.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -289,9 +285,8 @@ class Unlearn(Command):
         data = read_dataset(options, observer)
         stopping_rule = None
         if options.epochs is None and options.privacy.dp_epsilon is None and process_count() == 1:
-            stopping_rule = StoppingRule(
-                self.goal, self.stopping, _round_schedule(self.round_schedule) if self.round_schedule else None
-            )
+            schedule = _round_schedule(self.round_schedule) if self.round_schedule else None
+            stopping_rule = StoppingRule(self.goal, self.stopping, schedule)
             data = hold_out(data, self.goal.held_out)
             if self.goal.unseen:
                 data = with_unseen(data, self.goal.unseen, options.records.reading, observer)
@@ -375,11 +370,10 @@ class Unlearn(Command):
     def _tell(self, copy: str, result: UnlearningResult, observer: Observer) -> None:
         """The outcome of one copy."""
         manifest = read_copy_manifest(Path(copy)) if Path(copy).is_dir() else None
-        if result.round_schedule and manifest and manifest.copies > len(self.copies):
-            round_schedule = ":".join(f"{value:g}" for value in astuple(result.round_schedule))
+        if result.schedule and manifest and manifest.copies > len(self.copies):
+            schedule = ":".join(f"{value:g}" for value in astuple(result.schedule))
             observer.note(
-                "the other copies of this publication, if another machine trains them, take --round-schedule "
-                f"{round_schedule}"
+                f"other copies of this publication, if another machine trains them, take --round-schedule {schedule}"
             )
         dtype = self.unlearning.delta_dtype
         rounded = f" ({result.rounding:.2%} of it lost to {dtype})" if dtype else ""
@@ -501,21 +495,19 @@ def _round_schedule(text: str) -> RoundSchedule:
 
     try:
         steps, level, scale, alpha = text.split(":")
-        round_schedule = RoundSchedule(int(steps), float(level), float(scale), float(alpha))
+        schedule = RoundSchedule(int(steps), float(level), float(scale), float(alpha))
     except ValueError as error:
         raise UsageError(
             f"--round-schedule {text}: not a schedule", "give it as `mpu unlearn` printed it, such as 60:-6.5:1:10"
         ) from error
     is_likely = (
-        0 < round_schedule.steps < 1_000_000
-        and -100 < round_schedule.level < 0 < round_schedule.scale < 10
-        and 0 <= round_schedule.alpha < 1e6
+        0 < schedule.steps < 1_000_000 and -100 < schedule.level < 0 < schedule.scale < 10 and 0 <= schedule.alpha < 1e6
     )
     if not is_likely:
         raise UsageError(
             f"--round-schedule {text}: not a schedule", "give it as `mpu unlearn` printed it, such as 60:-6.5:1:10"
         )
-    return round_schedule
+    return schedule
 
 
 def memory_of(memory: Memory, work: Work) -> str:

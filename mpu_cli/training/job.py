@@ -273,7 +273,7 @@ def digest_of_training(job: TrainingJob, loaded: LoadedCopy) -> str:
     decided["micro_batch_size"] = job.options.training.micro_batch_size  # the Trainer counts them in its checkpoints
     stopping = None
     if job.stopping_rule:
-        round_schedule = job.stopping_rule.round_schedule
+        round_schedule = job.stopping_rule.schedule
         stopping = [job.stopping_rule.facts(), asdict(round_schedule) if round_schedule else None]
     weights = [loaded.fingerprint, job.copy.checkpoint.metadata]
     start = fingerprint(open_checkpoint(job.start.delta)) if job.start and job.start.delta else None

@@ -54,7 +54,7 @@ class LedgerEntry:
     public: bool = False  # the records were public or surrogates, so nothing is spent
     unit: str | None = None  # the field that names the persons that the bound is for, None if it is for records
     training: str = ""  # digest of everything that decides the training but the copy, equal for the copies of a round
-    round_schedule: RoundSchedule | None = None  # of a training that stopped when it was done
+    schedule: RoundSchedule | None = None  # of a training that stopped when it was done
     tags: tuple[str, ...] = ()  # of the records, where there is a bound
 
     def may_bound(self, tags: Collection[str]) -> bool:
@@ -84,7 +84,7 @@ class _Course(Document):
     """A later line, with the schedule that the training ``schedule_of``, an identity, took."""
 
     schedule_of: str
-    round_schedule: RoundSchedule
+    schedule: RoundSchedule
 
 
 def default_secret_path() -> Path:
@@ -119,7 +119,7 @@ def read_ledger(path: Path) -> list[LedgerEntry]:
             identity, added = losses.losses_of, {"forget": losses.forget, "retain": losses.retain}
         elif SCHEDULE_OF in values:
             taken = parse_document(_Course, values, f"{path}: damaged", hint)
-            identity, added = taken.schedule_of, {"round_schedule": taken.round_schedule}
+            identity, added = taken.schedule_of, {"schedule": taken.schedule}
         else:
             entries.append(parse_document(LedgerEntry, values, f"{path}: damaged", hint))
             continue
@@ -136,7 +136,7 @@ def write_losses(path: Path, identity: str, forget: float, retain: float | None)
 def write_round_schedule(path: Path, identity: str, round_schedule: RoundSchedule) -> None:
     """Add the schedule that a training took to its entry in the ledger: the other copies of its round follow it."""
     with alone_with_private(path):
-        append_line(path, {SCHEDULE_OF: identity, "round_schedule": asdict(round_schedule)})
+        append_line(path, {SCHEDULE_OF: identity, "schedule": asdict(round_schedule)})
 
 
 def schedule_of_round(entry: LedgerEntry, earlier: Sequence[LedgerEntry]) -> RoundSchedule | None:
@@ -144,8 +144,8 @@ def schedule_of_round(entry: LedgerEntry, earlier: Sequence[LedgerEntry]) -> Rou
     records with the same options, or None."""
     for other in earlier:
         same = (other.run, other.round, other.training) == (entry.run, entry.round, entry.training)
-        if entry.run and same and other.round_schedule:
-            return other.round_schedule
+        if entry.run and same and other.schedule:
+            return other.schedule
     return None
 
 

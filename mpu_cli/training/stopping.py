@@ -93,11 +93,11 @@ NOISE_MARGIN = 35.0 / 3.0
 
 @dataclass(frozen=True)
 class StoppingRule:
-    """When to end a training. ``round_schedule``: of the first copy of a round, which all others follow."""
+    """When to end a training. ``schedule``: of the first copy of a round, which all others follow."""
 
     goal: Goal
     stopping: Stopping
-    round_schedule: RoundSchedule | None = None
+    schedule: RoundSchedule | None = None
 
     def facts(self) -> dict[str, object]:
         """What decides the training, for tags and digests; not what is read from files."""
@@ -106,8 +106,8 @@ class StoppingRule:
 
     def limit(self, records: int, batch_size: int) -> int:
         """The number of steps at most, for so many ``records`` to forget."""
-        if self.round_schedule:
-            return self.round_schedule.steps
+        if self.schedule:
+            return self.schedule.steps
         return self.stopping.max_steps or max(STEPS, PASSES * -(-records // batch_size))
 
 
@@ -196,9 +196,9 @@ class Scorer:
         return pulling_level(level, -self._known)
 
     def aim(self, error: float) -> float:
-        """The share left to aim at, in the middle of those with which `check` passes: ``max_left`` above the
-        lowest, half of it at most. The lowest has an interval, of its standard ``error``, that ends twice ``max_left``
-        below a stranger, or nothing is left, which is 0 record by record."""
+        """The share left to aim at, in the middle of those with which `check` passes: ``max_left`` above the lowest of
+        them, half of it at most. The lowest has an interval, of its standard ``error``, that ends twice ``max_left``
+        below a stranger; or nothing at all is left. Record by record, that is 0."""
         unseen = self.before.get("unseen")
         if not unseen or self._public is not None:
             return self._max_left / 2
@@ -286,12 +286,8 @@ class EarlyStopping(TrainerCallback):
         seed: int,
         observer: Observer,
     ):
-        self._scorer, self._goal, self._round_schedule, self._observer = (
-            scorer,
-            stopping_rule.goal,
-            stopping_rule.round_schedule,
-            observer,
-        )
+        self._scorer, self._observer = scorer, observer
+        self._goal, self._round_schedule = stopping_rule.goal, stopping_rule.schedule
         self.is_faithful = noise <= FAITHFUL_NOISE
         self.history: list[StepScores] = []
         self._place = _place_for_copies(model)
@@ -306,9 +302,7 @@ class EarlyStopping(TrainerCallback):
         self.is_scaled = self.is_faithful or self._further.share > 0  # back to what suffices
         self._best: tuple[StepScores, float, dict[str, torch.Tensor]] | None = None  # with the share of the change
         self.alpha = float(faithful_alpha if self.is_scaled and faithful_alpha is not None else alpha)
-        if (
-            self._round_schedule
-        ):  # a copy of a round may feel noise that another does not: they have to be trained alike
+        if self._round_schedule:  # a copy may feel noise that another does not, and both have to be trained alike
             self.level, self.alpha = self._round_schedule.level, self._round_schedule.alpha
         elif level is not None:
             self.level = level

@@ -101,12 +101,12 @@ class UnlearningResult:
     rate: float = 0.0  # the learning rate
     resumed_after: int = 0  # steps that were taken by earlier calls
     scores: StepScores | None = None  # at its end, of one that stopped when it was done
-    round_schedule: RoundSchedule | None = None  # what the other copies of its round follow
+    schedule: RoundSchedule | None = None  # what the other copies of its round follow
     weights: str = ""  # the fingerprint of the copy's, if it is in the ledger
 
     def summary(self, name: str, algorithm: str) -> str:
         """One line: the steps of ``algorithm`` on the copy ``name``, and what they did to the losses."""
-        steps = self.round_schedule.steps if self.round_schedule else self.resumed_after + len(self.steps)
+        steps = self.schedule.steps if self.schedule else self.resumed_after + len(self.steps)
         text = f"{name}: {algorithm}, {counted(steps, 'step')}"
         if self.before and self.after:
             text += f"; loss per answer token on the forget set {self.before.forget:.3f} → {self.after.forget:.3f}"
@@ -130,7 +130,7 @@ class UnlearningResult:
             "after": asdict(self.after) if self.after else None,
             "warnings": self.warnings(),
             "privacy": self.spent,
-            "round_schedule": asdict(self.round_schedule) if self.round_schedule else None,
+            "round_schedule": asdict(self.schedule) if self.schedule else None,
             "scores": asdict(self.scores) if self.scores else None,
             "steps": [asdict(step) for step in self.steps],
         }
@@ -241,12 +241,9 @@ def unlearn(
         encoded, record_numbers = encoded_sets(model, tokenizer, data, job.options, observer=observer)
         signs = _signs(job, loaded, encoded)
         sets = _with_references(job, model, encoded)
-        if (
-            job.stopping_rule and not job.stopping_rule.round_schedule and entry
-        ):  # the first copy of a round leads, the others follow
-            job = replace(
-                job, stopping_rule=replace(job.stopping_rule, round_schedule=schedule_of_round(entry, earlier))
-            )
+        rule = job.stopping_rule
+        if rule and not rule.schedule and entry:  # the first copy of a round leads, the others follow
+            job = replace(job, stopping_rule=replace(rule, schedule=schedule_of_round(entry, earlier)))
         steps, training = _plan_steps(job, loaded, sets)  # the job's options keep --lr auto, as they identify it
         checkpoints, steps_done = _open_checkpoints(job, loaded, len(steps))
         to_train = loaded.change.wrap(model)
@@ -289,7 +286,7 @@ def unlearn(
     return UnlearningResult(
         path=target, steps=losses, norm=norm, is_main_process=job.is_main_process, spent=spent, before=before,
         after=after, rounding=rounding, earlier=len(earlier), rate=float(training.lr),
-        resumed_after=steps_done, scores=scores, round_schedule=round_schedule, weights=loaded.fingerprint,
+        resumed_after=steps_done, scores=scores, schedule=round_schedule, weights=loaded.fingerprint,
     )  # fmt: skip
 
 
@@ -525,7 +522,7 @@ def _finish(
     if job.stopping_rule is None or early_stopping is None:
         return None, None
     scores, round_schedule = early_stopping.finish(trained, steps)
-    if job.ledger and entry and not job.stopping_rule.round_schedule:
+    if job.ledger and entry and not job.stopping_rule.schedule:
         try:
             write_round_schedule(job.ledger, entry.identity, round_schedule)
         except OSError as error:
@@ -535,7 +532,7 @@ def _finish(
 
 def _tags(job: TrainingJob, loaded: LoadedCopy, round_schedule: RoundSchedule | None) -> dict[str, str] | None:
     """The delta's tags, equal for copies of a round that are trained identically: on the same records and, if the
-    training stopped when it was done (``round_schedule``), for as long. None if the client's secret cannot be read or
+    training stopped when it was done (``schedule``), for as long. None if the client's secret cannot be read or
     kept, and under DP: a tag of records tells more than (ε, δ) allows."""
     if not (job.is_main_process and job.secret and job.manifest and loaded.private is None):
         return None
