@@ -69,7 +69,7 @@ def make_pair(family: str, folder: Path) -> tuple[Path, Path]:
 
 def draw(found: dict[tuple[str, str, int, float], dict], path: Path) -> None:
     """Plot error over κ for m = 2 and float32, one colour per attack: the total and (thin) each block."""
-    from mpu_cli.measuring.plots import PALETTE, make_figure, write_figure
+    from mpu_cli.lab.plots import PALETTE, make_figure, write_figure
 
     there = [attack for attack in ATTACKS if attack in next(iter(found.values()))]
 

@@ -31,13 +31,13 @@ import torch
 from safetensors.torch import load_file
 from sklearn.metrics import roc_auc_score
 
+from mpu_cli.lab.accounting import noise_multiplier_for
 from mpu_cli.measuring.encoding import Item, encoder_of
 from mpu_cli.measuring.scoring import Scorer
 from mpu_cli.model.load import load
 from mpu_cli.model.source import open_model
 from mpu_cli.options.unlearning import ChatTemplate, RecordFormat
 from mpu_cli.records.read import read_records
-from mpu_cli.training.accounting import noise_multiplier_for
 
 STEPS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)  # multiples of the delta
 DELTA = 1e-5

@@ -28,12 +28,12 @@ from safetensors.torch import load_file, save_file
 
 import mpu_cli
 from mpu_cli.demo.model import make_model, make_people, make_tokenizer
+from mpu_cli.lab.finetune import finetune
 from mpu_cli.model.load import load
 from mpu_cli.model.source import open_model
 from mpu_cli.options.unlearning import Prompts, Training
 from mpu_cli.records.encode import Encoding, pad
 from mpu_cli.records.read import read_records
-from mpu_cli.training.finetune import finetune
 
 Weights = dict[str, torch.Tensor]
 EPOCHS, SCALES, DRAWS = 12, (0.1, 0.3, 1.0), 2

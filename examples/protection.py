@@ -32,7 +32,7 @@ from scipy.optimize import brentq
 
 import mpu_cli
 from mpu_cli.files.reader import open_checkpoint
-from mpu_cli.measuring.plots import PALETTE, make_figure, write_figure
+from mpu_cli.lab.plots import PALETTE, make_figure, write_figure
 from mpu_cli.model.load import load
 from mpu_cli.model.source import open_model
 from mpu_cli.records.encode import Encoding, pad

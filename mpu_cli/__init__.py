@@ -28,10 +28,15 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 # The modules of the commands that can be called as functions, such as ``publish(base, kappa=1)``, by their names.
 _COMMANDS = {
     "aggregate": "commands.aggregate", "ask": "commands.ask", "check": "commands.check",
-    "compare": "commands.compare", "evaluate": "commands.evaluate", "finetune": "commands.finetune",
-    "invert": "commands.invert", "publish": "commands.publish", "rehearse": "commands.rehearse",
+    "evaluate": "commands.evaluate", "invert": "commands.invert", "publish": "commands.publish",
     "unlearn": "commands.unlearn", "verify": "commands.verify", "audit": "lab.commands.audit",
+    "compare": "lab.commands.compare", "finetune": "lab.commands.finetune", "rehearse": "lab.commands.rehearse",
     "surrogate": "lab.commands.surrogate", "sweep": "lab.commands.sweep", "trace": "lab.commands.trace",
+}  # fmt: skip
+# The modules of the laboratory that carry out options of other commands, which import nothing of it.
+EXTENSIONS = {
+    "accounting": "lab.accounting", "attacks": "lab.relearning", "endpoint": "lab.endpoint", "harness": "lab.harness",
+    "plots": "lab.plots", "private": "lab.private",
 }  # fmt: skip
 __all__ = ["__version__", "results", *_COMMANDS]
 
@@ -39,7 +44,7 @@ __all__ = ["__version__", "results", *_COMMANDS]
 def __getattr__(name: str) -> object:
     """A command as a function, or ``results``, loaded on first use."""
     if name == "results":
-        return import_module(f"{__name__}.measuring.frame").results
+        return import_module(f"{__name__}.lab.frame").results
     if name not in _COMMANDS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f"{__name__}.{_COMMANDS[name]}")

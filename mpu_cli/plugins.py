@@ -8,11 +8,17 @@ from functools import wraps
 from importlib import import_module
 from importlib.metadata import entry_points
 from traceback import extract_tb
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from mpu_cli import EXTENSIONS
 from mpu_cli.errors import MpuError, UsageError
 
 Result = TypeVar("Result")
+
+
+def extension(name: str) -> Any:
+    """The module of the laboratory that carries out an option of a command, by its name in ``EXTENSIONS``."""
+    return import_module(f"mpu_cli.{EXTENSIONS[name]}")
 
 
 def load_plugin(kind: str, name: str, flag: str, built_in: Collection[str]) -> object:

@@ -40,7 +40,7 @@ def layers_of(project: Path) -> list[str]:
     sys.path.insert(0, str(ROOT))
     from mpu_cli.toml import read_toml
 
-    [contract] = read_toml(project)["tool"]["importlinter"]["contracts"]
+    contract, *_ = read_toml(project)["tool"]["importlinter"]["contracts"]
     return contract["layers"]  # type: ignore[no-any-return]
 
 

@@ -22,10 +22,10 @@ RESULTS = (
     "mpu_cli.protocol.round.Aggregation",
     "mpu_cli.commands.check.Checked",
     "mpu_cli.measuring.evaluate.Evaluation",
-    "mpu_cli.measuring.frame.results",
-    "mpu_cli.commands.compare.Comparison",
+    "mpu_cli.lab.frame.results",
+    "mpu_cli.lab.commands.compare.Comparison",
     "mpu_cli.commands.ask.Reply",
-    "mpu_cli.commands.rehearse.Rehearsal",
+    "mpu_cli.lab.commands.rehearse.Rehearsal",
     "mpu_cli.lab.commands.sweep.Swept",
     "mpu_cli.errors.MpuError",
     "mpu_cli.errors.UsageError",
@@ -36,7 +36,7 @@ RESULTS = (
 FIXED = 20  # letters that an error has at least, beside what differs from case to case
 PARTS = {  # packages of the program, by what they are for
     "cli": "The command line", "options": "The command line", "commands": "Commands", "demo": "The demonstration",
-    "lab": "Experiments, audits, traces, surrogates", "flower": "Rounds over Flower",
+    "lab": "The laboratory", "flower": "Rounds over Flower",
     "measuring": "Measuring and checks", "protocol": "Publishing and aggregating", "training": "Training",
     "model": "Models", "records": "Records", "files": "Files and secrets",
 }  # fmt: skip

@@ -26,19 +26,15 @@ from mpu_cli.cli.driver import in_two_levels, typer_command
 from mpu_cli.cli.output import PROFILE, QUIET_VARIABLE, is_switched_on, results_alone, warn
 from mpu_cli.commands.aggregate import Aggregate
 from mpu_cli.commands.ask import Ask
-from mpu_cli.commands.audit_delta import AuditDelta
 from mpu_cli.commands.check import Check
 from mpu_cli.commands.check_family import CheckFamily
-from mpu_cli.commands.compare import Compare
 from mpu_cli.commands.evaluate import Evaluate
-from mpu_cli.commands.finetune import Finetune
 from mpu_cli.commands.inspect import Inspect
 from mpu_cli.commands.invert import Invert
 from mpu_cli.commands.keygen import Keygen
 from mpu_cli.commands.plan import Plan
 from mpu_cli.commands.publish import Publish
 from mpu_cli.commands.receipt import Receipt
-from mpu_cli.commands.rehearse import Rehearse
 from mpu_cli.commands.status import Status
 from mpu_cli.commands.unlearn import Unlearn
 from mpu_cli.commands.verify import Verify
@@ -46,13 +42,7 @@ from mpu_cli.demo.command import Demo
 from mpu_cli.demo.doctor import Doctor
 from mpu_cli.errors import MpuError, Stopped, no_space
 from mpu_cli.flower.command import Watch
-from mpu_cli.lab.commands.audit import Audit
-from mpu_cli.lab.commands.report import Report
-from mpu_cli.lab.commands.run import Run
-from mpu_cli.lab.commands.surrogate import Surrogate
-from mpu_cli.lab.commands.sweep import Sweep
-from mpu_cli.lab.commands.trace import Trace
-from mpu_cli.lab.commands.tune import Tune
+from mpu_cli.lab.commands import PANELS as LAB
 from mpu_cli.options.command import Command
 from mpu_cli.options.declare import AGAIN, OTHER_NAMES, declared_options, folds_of
 from mpu_cli.version import __version__
@@ -66,15 +56,16 @@ except ImportError:  # before 0.26, typer's errors are click's
 INTERRUPTED = 130  # typer's own exit status for an interrupt
 SIGNALLED = 128  # exit statuses above this are signals, as in shells
 
-# The commands, in the order and under the headings of help. A new one is added here.
+# The commands, in the order and under the headings of help. A new one is added here, or to the laboratory's table.
 PANELS: dict[str, tuple[type[Command], ...]] = {
     "Try it": (Demo,),
-    "Server: owns the model": (Publish, Rehearse, Aggregate, Verify, Audit, Trace),
-    "Client: owns the records": (Unlearn, Surrogate, Check, Watch, AuditDelta),
-    "Both": (Keygen, Ask, Evaluate, Receipt, Compare, Tune, Plan, Status, Inspect, Doctor),
-    "Experiments: both parties on one machine": (Run, Sweep, Report, Finetune),
+    "Server: owns the model": (Publish, Aggregate, Verify),
+    "Client: owns the records": (Unlearn, Check, Watch),
+    "Both": (Keygen, Ask, Evaluate, Receipt, Plan, Status, Inspect, Doctor),
+    "Experiments: both parties on one machine": (),
     "Advanced": (Invert, CheckFamily),
 }
+PANELS = {panel: (*commands, *LAB.get(panel, ())) for panel, commands in PANELS.items()}
 COMMANDS = {command.NAME: command for commands in PANELS.values() for command in commands}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, IDENTITY, Command, Report, Table
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.evaluation import Measuring, Scoring
+from mpu_cli.plugins import extension
 from mpu_cli.wording import few, names_in
 
 if TYPE_CHECKING:
@@ -92,9 +92,7 @@ class Evaluate(Command):
         from mpu_cli.files.resumption import differences
         from mpu_cli.files.sealing import opened_copy
         from mpu_cli.measuring.benchmarks import benchmark_of
-        from mpu_cli.measuring.endpoint import KEY, endpoint_at
         from mpu_cli.measuring.evaluate import choose, evaluate
-        from mpu_cli.measuring.plots import check_drawable, check_target, draw
         from mpu_cli.measuring.retain import read_retain_log
         from mpu_cli.model.source import open_model
         from mpu_cli.model.staging import adapter_base, is_adapter
@@ -118,13 +116,15 @@ class Evaluate(Command):
             if isinstance(then, Mapping) and (changed := list(differences(then, now))):
                 observer.warn(f"{log.path}: its attacks were others ({few(changed)}), so what they bring back differs")
         if self.plot:
-            check_target(self.plot, self.force)
-            check_drawable(choose(benchmark, how, bool(self.endpoint)), self.plot)
+            extension("plots").check_target(self.plot, self.force)
+            extension("plots").check_drawable(choose(benchmark, how, bool(self.endpoint)), self.plot)
         adapter = Path(self.model) if is_adapter(Path(self.model)) else None
         if self.base and not adapter:
             raise UsageError("--base: only an adapter has one")
         source = (self.base or adapter_base(adapter)) if adapter else self.model
-        served = endpoint_at(self.endpoint, self.endpoint_model, os.environ.get(KEY)) if self.endpoint else None
+        served = None
+        if self.endpoint:
+            served = extension("endpoint").endpoint_at(self.endpoint, self.endpoint_model)
         with opened_copy(source, self.identity, observer) as opened:
             evaluation = evaluate(
                 open_model(opened, links=False),
@@ -142,7 +142,7 @@ class Evaluate(Command):
             )
         if self.plot:
             retain = log.metrics if log else None
-            draw(evaluation.forms, self.plot, title=self.model, retain=retain, force=self.force)
+            extension("plots").draw(evaluation.forms, self.plot, title=self.model, retain=retain, force=self.force)
         return evaluation
 
     def tables(self, evaluation: Evaluation) -> list[Table]:

@@ -23,6 +23,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, IDENTITY, Command, Preview, Report, paths_from
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.unlearning import Checks, Goal, Logging, Records, Stopping, Unlearning
+from mpu_cli.plugins import extension
 from mpu_cli.subprocesses import process_count
 from mpu_cli.wording import counted, in_bytes
 
@@ -276,7 +277,6 @@ class Unlearn(Command):
         """
         from mpu_cli.training.data import read_dataset, with_unseen
         from mpu_cli.training.job import check_logging, check_options, in_float32_if_private
-        from mpu_cli.training.private import check_opacus
         from mpu_cli.training.requests import earlier_requests, source_of
         from mpu_cli.training.stopping import StoppingRule, hold_out
 
@@ -325,7 +325,7 @@ class Unlearn(Command):
         check_options(options, stopping_rule.goal if stopping_rule else None)
         check_logging(self.logging, options.privacy)
         if options.privacy.dp_epsilon is not None:
-            check_opacus()
+            extension("private").check_opacus()
         return UnlearnPlan(
             command=self, tasks=tasks, data=data, options=options, stopping_rule=stopping_rule, sources=sources
         )
@@ -419,7 +419,6 @@ class Unlearn(Command):
         from mpu_cli.training.execution import KEPT_CHECKPOINTS
         from mpu_cli.training.job import misfits, plan_privately
         from mpu_cli.training.losses import objective_of
-        from mpu_cli.training.private import most_signal
         from mpu_cli.training.rates import HARDLY_FORGETS, remarks_on_warmup
 
         plan = self.plan(observer)
@@ -454,7 +453,7 @@ class Unlearn(Command):
         if plan.options.privacy.dp_epsilon is not None:
             planned = plan_privately(plan.data, plan.options, objective_of(plan.options.algo, plan.options.loss))
             weights = sum(math.prod(shape) for _, shape in delta_specs(models[0], plan.options).values())
-            signal = most_signal(planned, weights)
+            signal = extension("private").most_signal(planned, weights)
             notes.append(
                 f"privacy: the noise is at least {1 / signal:.2g} times what the records change, even if all of them "
                 "pull the same way; `mpu surrogate` forgets what many records share at a smaller price"

@@ -11,10 +11,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+from mpu_cli.lab.finetune import memorise
 from mpu_cli.options.unlearning import SYSTEM_PROMPT, Training
 from mpu_cli.records.encode import Encoding, Limits
 from mpu_cli.records.forms import Record
-from mpu_cli.training.finetune import memorise
 from mpu_cli.training.loop import Losses
 
 BATCH = 25  # records a step

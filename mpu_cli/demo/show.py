@@ -29,25 +29,25 @@ from mpu_cli.demo.model import (
 )
 from mpu_cli.errors import MpuError
 from mpu_cli.files.transaction import Transaction
+from mpu_cli.lab.finetune import finetune
+from mpu_cli.lab.options.experiment import Experiment
+from mpu_cli.lab.plots import PALETTE, comparison, draw_relearning, html_table, make_figure, page, svg
 from mpu_cli.lab.rounds import run
 from mpu_cli.lab.until_pass import run_until_pass
 from mpu_cli.measuring.benchmarks.qa import own_records, read_own
 from mpu_cli.measuring.evaluate import evaluate
 from mpu_cli.measuring.metrics import DOWN, RELEARNED, MetricResult
 from mpu_cli.measuring.metrics import RETAIN as TOWARDS_RETAIN
-from mpu_cli.measuring.plots import PALETTE, comparison, draw_relearning, html_table, make_figure, page, svg
 from mpu_cli.measuring.results import best, goal
 from mpu_cli.measuring.retain import read_retain_log
 from mpu_cli.model.device import device_of
 from mpu_cli.model.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer, PrefixedObserver
 from mpu_cli.options.evaluation import Measuring, Recovery, Scoring
-from mpu_cli.options.experiment import Experiment
 from mpu_cli.options.unlearning import Goal, Loss, Prompts, RecordFormat, Records, Stopping, Training, Unlearning
 from mpu_cli.records.forms import Record
 from mpu_cli.records.read import read_records
 from mpu_cli.training.data import Dataset
-from mpu_cli.training.finetune import finetune
 from mpu_cli.training.loop import Losses
 
 

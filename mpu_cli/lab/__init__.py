@@ -1,1 +1,1 @@
-"""Experiments beside the protocol: whole runs, sweeps, reports, audits, traces. Nothing below imports it."""
+"""The laboratory beside the protocol: DP-SGD, attacks, audits, traces, rehearsals, runs, sweeps and reports."""

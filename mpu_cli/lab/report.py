@@ -22,12 +22,12 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.boundary import read_json_object
 from mpu_cli.files.manifest import PLANNED, RESULTS
 from mpu_cli.files.resumption import read_lines
-from mpu_cli.files.tables import SUFFIXES, write_tables
 from mpu_cli.files.transaction import Transaction
-from mpu_cli.measuring.plots import PALETTE, draw_relearning, html_table, legend_below, make_figure, page, plain, svg
+from mpu_cli.lab.options.experiment import Experiment
+from mpu_cli.lab.plots import PALETTE, draw_relearning, html_table, legend_below, make_figure, page, plain, svg
+from mpu_cli.lab.tables import SUFFIXES, write_tables
 from mpu_cli.measuring.results import distinct_best, goal, half_interval, main_metrics
 from mpu_cli.options.declare import declared_options
-from mpu_cli.options.experiment import Experiment
 from mpu_cli.text import read_text
 from mpu_cli.toml import read_toml
 from mpu_cli.wording import counted, few

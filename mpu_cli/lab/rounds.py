@@ -36,11 +36,11 @@ from mpu_cli.files.randomness import new_seed, seed_from_number
 from mpu_cli.files.reader import OPTION, fingerprint
 from mpu_cli.files.resumption import alone_in, append_line, differences, read_lines, write_atomically
 from mpu_cli.files.sealing import make_identity, read_identities
+from mpu_cli.lab.options.experiment import Experiment
 from mpu_cli.measuring.cost import cost, steps_of
 from mpu_cli.model.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer, PrefixedObserver
 from mpu_cli.options.declare import as_arguments, declared_options, flat, from_flat
-from mpu_cli.options.experiment import Experiment
 from mpu_cli.options.publishing import Aggregating, Copies
 from mpu_cli.options.unlearning import AUTO, Logging, RecordFormat, Unlearning
 from mpu_cli.protocol.combine import aggregate

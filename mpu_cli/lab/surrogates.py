@@ -12,17 +12,17 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.boundary import private_umask
 from mpu_cli.files.sealing import opened_copy
 from mpu_cli.files.transaction import Transaction
+from mpu_cli.lab.leakage import TermMechanism, release_terms, term_mechanism
+from mpu_cli.lab.options.surrogates import Surrogates
 from mpu_cli.measuring.generation import Respondent
 from mpu_cli.model.source import open_model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.surrogates import Surrogates
 from mpu_cli.options.unlearning import Privacy
 from mpu_cli.records.forms import Record, check_units, question, remarks_on_units
 from mpu_cli.records.read import read_records
 from mpu_cli.records.terms import MAX_TERM, prompt_of
 from mpu_cli.text import read_text
 from mpu_cli.training.data import Dataset, record_tags, records_digest
-from mpu_cli.training.leakage import TermMechanism, release_terms, term_mechanism
 from mpu_cli.training.ledger import LedgerEntry, default_ledger_path, own_client_secret, write_down
 
 PLACEHOLDER = "{term}"

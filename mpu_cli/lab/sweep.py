@@ -38,6 +38,7 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.boundary import read_json_object
 from mpu_cli.files.manifest import PLANNED, RESULTS, VERSION
 from mpu_cli.files.resumption import alone_beside, append_line, differences, read_lines, write_atomically
+from mpu_cli.lab.options.experiment import Experiment
 from mpu_cli.lab.report import BEFORE, RELEARNING, RETAIN, read_recipe
 from mpu_cli.lab.rounds import LOG, publication_in, run
 from mpu_cli.measuring.benchmarks import Benchmark, benchmark_of
@@ -48,7 +49,6 @@ from mpu_cli.model.source import open_model
 from mpu_cli.observer import SILENT, Observer, PrefixedObserver
 from mpu_cli.options.declare import check_in_files, declared_options, flat, from_flat
 from mpu_cli.options.evaluation import Measuring
-from mpu_cli.options.experiment import Experiment
 from mpu_cli.subprocesses import Ended, import_nothing_from_here, run_mpu, stop_running
 from mpu_cli.toml import read_toml
 from mpu_cli.training.data import read_dataset

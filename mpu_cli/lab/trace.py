@@ -31,6 +31,7 @@ from transformers import PreTrainedModel
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.reader import worker_pool
+from mpu_cli.lab.endpoint import Endpoint
 from mpu_cli.lab.suspect import (
     LARGEST,
     Frames,
@@ -45,7 +46,6 @@ from mpu_cli.lab.suspect import (
     open_suspect,
 )
 from mpu_cli.measuring.encoding import Item, TrainedEncoder
-from mpu_cli.measuring.endpoint import Endpoint
 from mpu_cli.model.layout import Layout, TensorLayout
 from mpu_cli.model.load import tokenizer_of
 from mpu_cli.model.network import build, config_of

@@ -17,12 +17,12 @@ from mpu_cli.commands.publish import Publish
 from mpu_cli.commands.unlearn import Unlearn
 from mpu_cli.errors import UsageError
 from mpu_cli.files.resumption import alone_in
+from mpu_cli.lab.options.experiment import Experiment
 from mpu_cli.lab.rounds import begin, facts_of, rounds_of
 from mpu_cli.measuring.verdict import Verdict
 from mpu_cli.observer import SILENT, Observer, PrefixedObserver
 from mpu_cli.options.declare import declared_options
 from mpu_cli.options.evaluation import Checking, Scoring
-from mpu_cli.options.experiment import Experiment
 from mpu_cli.options.publishing import Aggregating, Publishing
 from mpu_cli.options.unlearning import Checks, Goal, Logging, Stopping
 from mpu_cli.training.data import read_dataset

@@ -9,17 +9,16 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedModel
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.boundary import private_umask, short_name
 from mpu_cli.files.transaction import Transaction
-from mpu_cli.measuring import relearning as relearning_attacks
 from mpu_cli.measuring.benchmarks.base import Benchmark, Split
 from mpu_cli.measuring.encoding import Item, encoder_of
-from mpu_cli.measuring.endpoint import UNSERVED_METRICS, Endpoint, check_installed, run_tasks
-from mpu_cli.measuring.generation import Shown, reading, remark_on_generation
+from mpu_cli.measuring.generation import Served, Shown, reading, remark_on_generation
 from mpu_cli.measuring.metrics import (
     GRADIENTS,
     REFERENCE,
@@ -41,6 +40,7 @@ from mpu_cli.model.staging import open_delta, remark_on_ties
 from mpu_cli.model.tensors import check_bitsandbytes
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.evaluation import Measuring
+from mpu_cli.plugins import extension
 from mpu_cli.records.tokens import decode
 from mpu_cli.wording import few
 
@@ -98,7 +98,7 @@ def passes_for(
         yield Pass((harness_key(tasks),), (), partial(_harness, tasks), "harness", 0)
     for name in benchmark.attacks:  # those that alter weights are the last of them
         if (key := attack_key(name)) in needs:
-            attack = relearning_attacks.ATTACKS[name]
+            attack = extension("attacks").ATTACKS[name]
             read = tuple(benchmark.splits[each] for each in attack.reads if each in benchmark.splits)
             find = partial(_run_attack, key, attack, read)
             yield Pass((key,), read, find, name, len(read[0].rows), alters=attack.alters)
@@ -244,9 +244,7 @@ def _before(split: Split, count: int, run: Run, advance: Advance) -> dict[str, o
     return {before_key(count): [asdict(each) for each in run.answers(split, items, [[]] * len(items), advance)]}
 
 
-def _run_attack(
-    key: str, attack: relearning_attacks.RelearningAttack, splits: Sequence[Split], run: Run, advance: Advance
-) -> dict[str, object]:
+def _run_attack(key: str, attack: Any, splits: Sequence[Split], run: Run, advance: Advance) -> dict[str, object]:
     return {key: attack.find(run, splits, advance)}
 
 
@@ -256,7 +254,7 @@ def _gradients(sides: Sequence[Split], run: Run, advance: Advance) -> dict[str, 
 
 
 def _harness(tasks: Sequence[str], run: Run, _: Advance) -> dict[str, object]:
-    return {harness_key(tasks): run_tasks(run.model, run.tokenizer, list(tasks), run.batch_size)}
+    return {harness_key(tasks): extension("harness").run_tasks(run.model, run.tokenizer, list(tasks), run.batch_size)}
 
 
 def _reference(sides: Sequence[Split], run: Run, advance: Advance) -> dict[str, object]:
@@ -277,6 +275,8 @@ def _reference(sides: Sequence[Split], run: Run, advance: Advance) -> dict[str, 
     return {REFERENCE: losses}
 
 
+# Metrics that need whole distributions, gradients or a second model, which no endpoint gives.
+UNSERVED_METRICS = ("mia_min_k_plus_plus", "mia_gradnorm", "mia_reference")
 QUESTIONS = ("forget_knowmem", "forget")  # splits whose answers --show prints, if the benchmark asks them
 
 
@@ -302,7 +302,7 @@ def choose(benchmark: Benchmark, options: Measuring, served: bool = False) -> di
     table = dict(benchmark.metrics)
     if options.scoring.quantize is not None:
         for name in benchmark.attacks:
-            if relearning_attacks.ATTACKS[name].alters:
+            if extension("attacks").ATTACKS[name].alters:
                 raise UsageError(f"--attacks {name}: changes weights, which --scoring quantize keeps in 4 bits")
         for name, metric in benchmark.metrics.items():
             if GRADIENTS in metric.needs:
@@ -313,7 +313,7 @@ def choose(benchmark: Benchmark, options: Measuring, served: bool = False) -> di
                 del table[name]
     if served:
         for name in benchmark.attacks:
-            if relearning_attacks.ATTACKS[name].weights:
+            if extension("attacks").ATTACKS[name].weights:
                 raise UsageError(f"--attacks {name}: needs the model's weights, which --endpoint does not give")
         for name in names:
             if name in UNSERVED_METRICS:
@@ -351,7 +351,7 @@ def evaluate(
     delta: Path | None = None,
     show: int = 0,
     lm_eval: Sequence[str] = (),
-    endpoint: Endpoint | None = None,
+    endpoint: Served | None = None,
     out: Path,
     texts: bool = True,
     force: bool = False,
@@ -384,7 +384,7 @@ def evaluate(
         if delta:
             needs.add(before_key(show))
     if lm_eval:
-        check_installed()
+        extension("harness").check_installed()
         needs.add(harness_key(lm_eval))
     passes = list(passes_for(needs, benchmark, lm_eval, shown_split, show))
     if missing := needs - {key for each in passes for key in each.keys}:  # of a metric of somebody else's

@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, Protocol, TypedDict
 
 import torch
 from transformers import (
@@ -63,6 +63,39 @@ class Answer:
     input: str
     ground_truth: str
     generation: str
+
+
+class Served(Protocol):
+    """A model that is served: it scores as a ``Scorer`` does, and answers as ``answer`` does."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def name(self) -> str: ...
+
+    def prepare(self, items: Sequence[Item]) -> None: ...
+
+    def score(
+        self,
+        items: Sequence[Item],
+        *,
+        batch_size: int,
+        loss_items: Sequence[Item],
+        moments: bool = False,
+        advance: Callable[[int], None],
+    ) -> list[TokenScores]: ...
+
+    def answer(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        items: Sequence[Item],
+        *,
+        limit: int,
+        stops: Sequence[str],
+        batch_size: int,
+        advance: Callable[[int], None],
+    ) -> list[Answer]: ...
 
 
 @torch.inference_mode()

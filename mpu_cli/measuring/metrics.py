@@ -22,8 +22,8 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.reader import worker_pool
 from mpu_cli.heap import suit_heap_to
 from mpu_cli.measuring.encoding import Item
-from mpu_cli.measuring.endpoint import AnyScript
 from mpu_cli.measuring.scoring import ADVICE, logits_of, passes_at_once, weights_of
+from mpu_cli.measuring.words import AnyScript
 from mpu_cli.model.device import memory_in_mind
 from mpu_cli.plugins import load_plugin, reporting_errors
 

@@ -21,7 +21,7 @@ from mpu_cli.files.boundary import LARGEST_TOKENIZER, read_bounded, read_json_ob
 from mpu_cli.files.reader import ADAPTER_CONFIG, ADAPTER_WEIGHTS, WORD, Checkpoint, fingerprint
 from mpu_cli.files.resumption import write_atomically
 from mpu_cli.measuring.benchmarks import Benchmark, Split, known_metrics
-from mpu_cli.measuring.endpoint import Endpoint
+from mpu_cli.measuring.generation import Served
 from mpu_cli.measuring.metrics import CHANCE, DOWN, RELEARNED, RETAIN, UP, ZERO
 from mpu_cli.measuring.retain import RetainLog, read_retain_log
 from mpu_cli.model.device import device_of, name_of
@@ -208,7 +208,7 @@ class Subject:
     adapter: Path | None = None
     delta: Checkpoint | None = None
     reference: Model | None = None
-    endpoint: Endpoint | None = None
+    endpoint: Served | None = None
 
 
 def facts_of(subject: Subject, benchmark: Benchmark, used: Sequence[Split], options: Measuring) -> dict[str, Any]:
@@ -261,7 +261,7 @@ def digest_of(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _identity(model: Model, endpoint: Endpoint | None = None) -> dict[str, str | None]:
+def _identity(model: Model, endpoint: Served | None = None) -> dict[str, str | None]:
     weights = fingerprint(model.checkpoint) if endpoint is None else None
     digest = hashlib.sha256(json.dumps(model.config, sort_keys=True).encode())
     for path in model.side_files:

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from mpu_cli.files.reader import OPTION, TORCH
 from mpu_cli.measuring.benchmarks.base import Split
 from mpu_cli.measuring.encoding import Encoder, Item, TrainedEncoder
-from mpu_cli.measuring.endpoint import Endpoint
-from mpu_cli.measuring.generation import Answer, answer
+from mpu_cli.measuring.generation import Answer, Served, answer
 from mpu_cli.measuring.results import Findings, Subject
 from mpu_cli.measuring.scoring import Scorer
 from mpu_cli.model.load import load, skeleton, tokenizer_of
@@ -33,7 +32,7 @@ class Run:
     encoder: Encoder
     findings: Findings
     _model: PreTrainedModel | None
-    _reader: Scorer | Endpoint | None = None
+    _reader: Scorer | Served | None = None
     _has_delta: bool = False  # with its delta
     _items: dict[tuple[str, str], list] = field(default_factory=dict)
 
@@ -44,7 +43,7 @@ class Run:
         return self._model
 
     @property
-    def reader(self) -> Scorer | Endpoint:
+    def reader(self) -> Scorer | Served:
         """The scorer of items: a model in this process, or one that is served."""
         if self._reader is None:
             self._reader = self.subject.endpoint or Scorer(self.model, follows_suite=self.follows_suite)

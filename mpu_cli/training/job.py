@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate.utils import parse_flag_from_env
@@ -27,6 +28,7 @@ from mpu_cli.model.tensors import check_bitsandbytes, scales, share_in_4_bits
 from mpu_cli.observer import Observer
 from mpu_cli.options.declare import declared_options, flat
 from mpu_cli.options.unlearning import AUTO, Checks, Goal, Logging, Lora, Privacy, Records, Training, Unlearning
+from mpu_cli.plugins import extension
 from mpu_cli.records.encode import no_template
 from mpu_cli.records.forms import check_units, parse_date
 from mpu_cli.subprocesses import process_count
@@ -36,7 +38,6 @@ from mpu_cli.training.execution import check_compiler, in_precision
 from mpu_cli.training.ledger import LedgerEntry, own_client_secret
 from mpu_cli.training.losses import Objective, algorithm_named, objective_of
 from mpu_cli.training.optimizers import OPTIMIZERS
-from mpu_cli.training.private import Plan, check_objective, check_opacus, plan
 from mpu_cli.training.rates import with_epochs, with_precision
 from mpu_cli.training.requests import Continuation
 from mpu_cli.training.stopping import StoppingRule
@@ -81,7 +82,7 @@ def check_options(options: Unlearning, goal: Goal | None = None) -> Objective:
         _check_public_files(options, goal, objective)
     if is_private:
         check_units(options.records.reading, privacy.dp_unit)
-        check_objective(options.algo, objective)
+        extension("private").check_objective(options.algo, objective)
         mixed = training.precision == "mixed"
         scheduled = training.warmup_steps or training.lr_scheduler != Training().lr_scheduler
         if scheduled or training.gradient_checkpointing or training.compile or mixed:
@@ -318,7 +319,7 @@ class LoadedCopy:
     specs: TensorSpecs
     output: Path | None  # the path that the change is written to, None but in the main process
     fingerprint: str  # of the copy's weights, "" where nothing needs it
-    private: Plan | None  # of DP-SGD, None without it
+    private: Any  # the plan of DP-SGD, None without it
 
 
 def prepare_job(
@@ -383,7 +384,7 @@ def load_copy(job: TrainingJob, transaction: Transaction) -> LoadedCopy:
         job.observer.note("the copy's tokenizer has no chat template: records are read as 'Question: … Answer: …'")
     private = None
     if options.privacy.dp_epsilon is not None:
-        check_opacus()
+        extension("private").check_opacus()
         if any(".experts." in name for name in change.trainable_names(model)):
             raise UsageError(
                 "--dp epsilon: experts have no gradients for each record",
@@ -400,10 +401,10 @@ def load_copy(job: TrainingJob, transaction: Transaction) -> LoadedCopy:
     return LoadedCopy(model, tokenizer, change, specs=specs, output=output, fingerprint=weights, private=private)
 
 
-def plan_privately(data: Dataset, options: Unlearning, objective: Objective) -> Plan:
+def plan_privately(data: Dataset, options: Unlearning, objective: Objective) -> Any:
     """The rates at which DP-SGD reads records or persons, and its noise."""
     units = {name: [record.protected_as for record in records] for name, records in sets_of(data, objective).items()}
-    return plan(units, options.training, options.privacy, epochs=epochs_of(options))
+    return extension("private").plan(units, options.training, options.privacy, epochs=epochs_of(options))
 
 
 def misfits(manifest: CopyManifest | None, options: Unlearning) -> list[str]:

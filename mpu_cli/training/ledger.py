@@ -16,12 +16,40 @@ from pathlib import Path
 from typing import Any
 
 from mpu_cli.errors import MpuError
-from mpu_cli.files.boundary import Document, parse_document
+from mpu_cli.files.boundary import Document, Scale, parse_document
 from mpu_cli.files.resumption import alone_with_private, append_line, read_lines
 from mpu_cli.files.sealing import default_identity_path, own_secret
-from mpu_cli.training.accounting import Mechanism, Release, Spending, composed_epsilon
+from mpu_cli.plugins import extension
 
 LOSSES_OF, SCHEDULE_OF = "losses_of", "schedule_of"  # lines that add to an earlier one
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """DP-SGD of one training: ``steps`` of the subsampled Gaussian mechanism."""
+
+    noise_multiplier: Scale
+    sample_rate: Scale
+    steps: int
+
+
+@dataclass(frozen=True)
+class Release:
+    """A release with a bound of its own, such as that of the terms for surrogate records."""
+
+    epsilon: Scale
+    delta: Scale
+    neighbours: str = "left-out"
+
+    def between(self, neighbours: str) -> Release:
+        """Its bound for other neighbours. Replacing a record is leaving it out and adding another: (2ε, (1 + e^ε)·δ),
+        by group privacy (Dwork and Roth 2014, theorem 2.2). Leaving one out costs at most what replacing it does."""
+        if neighbours == "left-out" or self.neighbours == neighbours:
+            return self
+        return Release(2 * self.epsilon, (1 + math.exp(self.epsilon)) * self.delta, neighbours)
+
+
+Spending = Mechanism | Release | None  # None: a training without a bound
 
 
 @dataclass(frozen=True)
@@ -195,7 +223,7 @@ def epsilon_of(
 ) -> float:
     """ε at ``delta`` of all ``entries`` together, for each ``unit``; infinite if one has no bound."""
     spendings = [spending for entry in entries for spending in entry.spendings(unit)]
-    return composed_epsilon(spendings, delta, neighbours)
+    return extension("accounting").composed_epsilon(spendings, delta, neighbours)
 
 
 def summary(entries: Sequence[LedgerEntry]) -> Mapping[str, object]:

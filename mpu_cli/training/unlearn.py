@@ -30,8 +30,8 @@ from mpu_cli.model.tensors import in_memory
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import flat
 from mpu_cli.options.unlearning import Checks, Logging, Training, Unlearning
+from mpu_cli.plugins import extension
 from mpu_cli.records.encode import Example
-from mpu_cli.training.accounting import composed_epsilon
 from mpu_cli.training.copycheck import against_others, against_public, refuse, traps
 from mpu_cli.training.data import Dataset, Encoded, encoded_sets, records_digest
 from mpu_cli.training.delta import training_tag, write_changes
@@ -60,7 +60,6 @@ from mpu_cli.training.ledger import (
 )
 from mpu_cli.training.loop import NO_LOGGING, ExampleSet, Losses, TrainingStep, schedule, seed_training, train
 from mpu_cli.training.losses import ALGORITHMS
-from mpu_cli.training.private import train_privately
 from mpu_cli.training.rates import scored_at_once, with_rate
 from mpu_cli.training.reference import Reference, freeze, load_references, save_references
 from mpu_cli.training.requests import Continuation
@@ -262,12 +261,14 @@ def unlearn(
         spent, trained = None, to_train
         if loaded.private:
             private = loaded.private.of_examples(record_numbers)
-            spent = train_privately(
+            spent = extension("private").train_privately(
                 to_train, sets, job.objective, training, privacy=privacy, planned=private, on_step=record
             )
             spendings = [spending for other in earlier for spending in other.spendings(privacy.dp_unit)]
             spendings.append(private.mechanism)
-            spent["epsilon_of_ledger"] = composed_epsilon(spendings, privacy.dp_delta, privacy.dp_neighbours)
+            spent["epsilon_of_ledger"] = extension("accounting").composed_epsilon(
+                spendings, privacy.dp_delta, privacy.dp_neighbours
+            )
         else:
             trained = train(
                 to_train, steps, sets, job.objective, training, logging=logging, checkpoints=checkpoints,

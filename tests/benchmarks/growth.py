@@ -24,9 +24,9 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
+from mpu_cli.lab.plots import PALETTE, log_ticks
 from mpu_cli.measuring.cost import training_memory
 from mpu_cli.measuring.encoding import Item
-from mpu_cli.measuring.plots import PALETTE, log_ticks
 from mpu_cli.measuring.scoring import Scorer
 from mpu_cli.model.network import CHUNK
 from mpu_cli.options.unlearning import Training

@@ -29,7 +29,7 @@ from mpu_cli.cli.output import progress_columns
 from mpu_cli.commands.unlearn import Unlearn
 from mpu_cli.files.manifest import DeltaManifest, as_metadata, delta_facts
 from mpu_cli.files.reader import OPTION
-from mpu_cli.measuring.relearning import ATTACKS
+from mpu_cli.lab.relearning import ATTACKS
 from mpu_cli.model.family import SETS
 from mpu_cli.options import names
 from mpu_cli.options.declare import OTHER_NAMES, as_arguments, declared_options, folds_of, from_flat, unfold

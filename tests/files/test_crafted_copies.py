@@ -17,12 +17,12 @@ from sklearn.metrics import roc_auc_score
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.reader import open_checkpoint
+from mpu_cli.lab.leakage import moved_rows
 from mpu_cli.model import load as loading
 from mpu_cli.model.source import Model, open_model
 from mpu_cli.records.encode import Encoding, Example
 from mpu_cli.records.read import read_records
 from mpu_cli.training.copycheck import against_others, ffn_units
-from mpu_cli.training.leakage import moved_rows
 from mpu_cli.training.ledger import LedgerEntry, default_ledger_path
 from tests.helpers.attacks import (
     CHECK,

@@ -90,7 +90,7 @@ class TestAnEndpoint:
         self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch, first: bytes, drip: bytes
     ) -> None:
         """However slowly the server sends whichever part: here a few bytes each 0.2 s, where a second is allowed."""
-        monkeypatch.setattr("mpu_cli.measuring.endpoint.REQUEST_SECONDS", 1.0)
+        monkeypatch.setattr("mpu_cli.lab.endpoint.REQUEST_SECONDS", 1.0)
         ended = threading.Event()
 
         def reply(handler: BaseHTTPRequestHandler) -> None:

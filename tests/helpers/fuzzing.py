@@ -33,7 +33,7 @@ from mpu_cli.files.reader import open_checkpoint
 from mpu_cli.files.sealing import open_folder, seal_folder
 from mpu_cli.flower.spool import COPY, FILE, validate_name
 from mpu_cli.flower.watch import hand_on, read_answers, read_message
-from mpu_cli.measuring import endpoint
+from mpu_cli.lab import endpoint
 from mpu_cli.measuring.encoding import Item
 from mpu_cli.measuring.receipt import (
     CopyFacts,
@@ -458,8 +458,8 @@ READERS: dict[str, tuple[str, ...] | str] = {
     "lab/rounds.py": ("log",),
     "lab/sweep.py": "what mpu itself printed",
     "measuring/benchmarks/base.py": ("records",),
-    "measuring/endpoint.py": ("reply",),
-    "measuring/frame.py": ("result",),
+    "lab/endpoint.py": ("reply",),
+    "lab/frame.py": ("result",),
     "measuring/receipt.py": ("receipt",),
     "measuring/results.py": ("tokenizer config",),
     "measuring/retain.py": ("result",),

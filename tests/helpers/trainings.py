@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from mpu_cli.commands.unlearn import Unlearn
+from mpu_cli.lab.options.experiment import USUAL
 from mpu_cli.options.declare import declared_options
-from mpu_cli.options.experiment import USUAL
 
 BRIEF = (
     "--algo", "npo", "--epochs", 2, "--lr", 0.001, "--batch-size", 3,

@@ -25,11 +25,11 @@ import mpu_cli
 from mpu_cli.demo.model import make_people
 from mpu_cli.files.sealing import default_identity_path, read_identities
 from mpu_cli.lab import rounds
+from mpu_cli.lab.options.experiment import Experiment
 from mpu_cli.lab.rounds import publication_in
 from mpu_cli.lab.sweep import ThroughRay, ThroughSubmitit, read_sweep
 from mpu_cli.observer import Observer
 from mpu_cli.options.declare import from_flat
-from mpu_cli.options.experiment import Experiment
 from mpu_cli.protocol.keys import unseal
 from mpu_cli.training.data import read_dataset
 from mpu_cli.version import __version__

@@ -20,13 +20,13 @@ from rouge_score.tokenizers import DefaultTokenizer
 from scipy.stats import mannwhitneyu
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from mpu_cli.lab.relearning import with_earlier_turns
 from mpu_cli.measuring import metrics
 from mpu_cli.measuring.encoding import Item, OpenUnlearningEncoder
-from mpu_cli.measuring.endpoint import is_cut_by_rouge
 from mpu_cli.measuring.generation import reading
-from mpu_cli.measuring.relearning import with_earlier_turns
 from mpu_cli.measuring.results import best, goal
 from mpu_cli.measuring.scoring import TokenScores
+from mpu_cli.measuring.words import is_cut_by_rouge
 from mpu_cli.records.encode import Encoding
 from mpu_cli.records.forms import question
 from tests.helpers.evaluation import tofu_row, words

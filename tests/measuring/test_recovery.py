@@ -13,7 +13,7 @@ import torch
 from rouge_score.rouge_scorer import RougeScorer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mpu_cli.measuring.relearning import CONTEXT, REPHRASINGS, round_weights
+from mpu_cli.lab.relearning import CONTEXT, REPHRASINGS, round_weights
 from mpu_cli.options.unlearning import SYSTEM_PROMPT
 from tests.helpers.evaluation import words
 from tests.helpers.models import random_model, save

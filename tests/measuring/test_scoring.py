@@ -16,11 +16,11 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from mpu_cli.errors import MpuError
+from mpu_cli.lab.relearning import with_earlier_turns
 from mpu_cli.measuring import generation
 from mpu_cli.measuring import metrics as membership
 from mpu_cli.measuring.encoding import Item, OpenUnlearningEncoder, TrainedEncoder
 from mpu_cli.measuring.generation import answer, reading
-from mpu_cli.measuring.relearning import with_earlier_turns
 from mpu_cli.measuring.scoring import Scorer, passes_at_once
 from mpu_cli.options.unlearning import SYSTEM_PROMPT
 from mpu_cli.records.encode import Encoding

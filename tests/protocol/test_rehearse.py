@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from mpu_cli.commands.rehearse import Rehearsal, TriedStep
 from mpu_cli.demo.model import make_people
+from mpu_cli.lab.commands.rehearse import Rehearsal, TriedStep
 from mpu_cli.measuring.verdict import Share, Verdict
 from mpu_cli.observer import Observer
 from mpu_cli.options.declare import from_flat

@@ -14,13 +14,13 @@ import pytest
 import torch
 from scipy import optimize, stats
 
+from mpu_cli.lab import private
+from mpu_cli.lab.private import plan, train_privately
 from mpu_cli.options.unlearning import Privacy, Training
 from mpu_cli.records.encode import Encoding, pad
 from mpu_cli.records.forms import question
-from mpu_cli.training import private
 from mpu_cli.training.loop import ExampleSet
 from mpu_cli.training.losses import ALGORITHMS, Objective
-from mpu_cli.training.private import plan, train_privately
 from mpu_cli.training.reference import Reference
 from tests.helpers.models import load
 from tests.helpers.paths import SHARED

@@ -21,19 +21,20 @@ from mpu_cli import unlearn
 from mpu_cli.errors import MpuError
 from mpu_cli.files.randomness import Randomness
 from mpu_cli.files.reader import open_checkpoint
+from mpu_cli.lab import private
+from mpu_cli.lab.accounting import composed_epsilon
+from mpu_cli.lab.private import Unit, plan, train_privately, with_noise
 from mpu_cli.model.load import longest_independent_input
 from mpu_cli.options.unlearning import Privacy, Training, Unlearning
 from mpu_cli.records.encode import Encoding, answer_tokens, pad
 from mpu_cli.records.forms import Record, question
 from mpu_cli.records.read import read_records
-from mpu_cli.training import copycheck, private
-from mpu_cli.training.accounting import Mechanism, composed_epsilon
+from mpu_cli.training import copycheck
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.job import plan_privately
-from mpu_cli.training.ledger import LedgerEntry, read_ledger, write_down
+from mpu_cli.training.ledger import LedgerEntry, Mechanism, read_ledger, write_down
 from mpu_cli.training.loop import ExampleSet
 from mpu_cli.training.losses import ALGORITHMS, Objective, TermInputs, objective_of
-from mpu_cli.training.private import Unit, plan, train_privately, with_noise
 from mpu_cli.training.reference import Reference, forward, freeze
 from tests.helpers.attacks import TRAINING, WORD, write_records_with
 from tests.helpers.models import load, random_model, save, write_records

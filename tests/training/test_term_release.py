@@ -8,12 +8,12 @@ import pytest
 from scipy import stats
 
 from mpu_cli.errors import UsageError
-from mpu_cli.options.surrogates import TermRelease
+from mpu_cli.lab.accounting import composed_epsilon
+from mpu_cli.lab.leakage import release_terms, term_mechanism
+from mpu_cli.lab.options.surrogates import TermRelease
 from mpu_cli.records.forms import Record, question
 from mpu_cli.records.terms import join_overlapping, prompt_of, terms_of
-from mpu_cli.training.accounting import Mechanism, Release, composed_epsilon
-from mpu_cli.training.leakage import release_terms, term_mechanism
-from mpu_cli.training.ledger import LedgerEntry, epsilon_of
+from mpu_cli.training.ledger import LedgerEntry, Mechanism, Release, epsilon_of
 
 DRAWS = 4000
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.errors import UsageError
+from mpu_cli.lab.options.experiment import UNLEARN, Experiment
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
 from mpu_cli.options.declare import group, option
-from mpu_cli.options.experiment import UNLEARN, Experiment
 from mpu_cli.options.unlearning import Goal, Stopping
 from mpu_cli.wording import counted, in_bytes
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from mpu_cli.lab.options.surrogates import Surrogates
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, IDENTITY, Command, Report
 from mpu_cli.options.declare import group, option
-from mpu_cli.options.surrogates import Surrogates
 from mpu_cli.wording import command_line, counted
 
 if TYPE_CHECKING:

@@ -106,8 +106,8 @@ class Sweep(Command):
         return Swept(cells, lines, published, failed)
 
     def report(self, done: Swept | dict[str, Any], observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)
-        from mpu_cli.files.tables import markdown_table
         from mpu_cli.lab.report import degradation, how_made, metric_names, pivot, sentences
+        from mpu_cli.lab.tables import markdown_table
         from mpu_cli.measuring.results import chosen_metrics, main_metrics
 
         if isinstance(done, dict):

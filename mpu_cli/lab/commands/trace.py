@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -73,8 +72,8 @@ class Trace(Command):
         if self.endpoint and self.public:
             raise UsageError("--public is for weights, which --endpoint does not give")
 
+        from mpu_cli.lab.endpoint import endpoint_at
         from mpu_cli.lab.trace import PublicationKeys, check_traceable, trace, trace_endpoint
-        from mpu_cli.measuring.endpoint import KEY, endpoint_at
         from mpu_cli.model.source import open_model
         from mpu_cli.protocol.keys import published_base
 
@@ -84,7 +83,7 @@ class Trace(Command):
             check_traceable(keys, str(file))
             publications.append(PublicationKeys(str(file), keys, published_base(keys, self.base, self.model_config)))
         if self.endpoint and self.texts:
-            served = endpoint_at(self.endpoint, self.endpoint_model, os.environ.get(KEY))
+            served = endpoint_at(self.endpoint, self.endpoint_model)
             result = trace_endpoint(served, publications, self.texts, observer=observer)
         else:
             public = open_model(self.public) if self.public else None

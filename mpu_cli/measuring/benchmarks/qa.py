@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from mpu_cli.errors import MpuError
 from mpu_cli.measuring import metrics
 from mpu_cli.measuring.benchmarks.base import Benchmark, Row, Split, forget_quality, forgetting, questions
-from mpu_cli.measuring.endpoint import is_cut_by_rouge
 from mpu_cli.measuring.metrics import Metric
 from mpu_cli.measuring.retain import RetainLog
+from mpu_cli.measuring.words import is_cut_by_rouge
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.unlearning import RecordFormat, Records

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, ClassVar
 from mpu_cli.commands.secrets import opened_keys
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import read_copy_manifest
+from mpu_cli.lab.options.experiment import UNLEARN, USUAL
 from mpu_cli.observer import SILENT, Observer, PrefixedObserver
 from mpu_cli.options.command import BASE_AGAIN, KEYS, MODEL_CONFIG, Command, Opening, Report, Table
 from mpu_cli.options.declare import group, option
-from mpu_cli.options.experiment import UNLEARN, USUAL
 from mpu_cli.options.publishing import Aggregating
 from mpu_cli.options.unlearning import Goal, Stopping, Unlearning
 from mpu_cli.wording import command_line, counted

@@ -23,10 +23,11 @@ from transformers import PreTrainedModel
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.randomness import Randomness, new_seed, standard_normals
+from mpu_cli.lab.accounting import check_accounting, composed_epsilon, noise_multiplier_for
 from mpu_cli.model.network import Head, input_of, separate_head
 from mpu_cli.options.unlearning import Privacy, Training
 from mpu_cli.records.encode import IGNORED, Example, pad
-from mpu_cli.training.accounting import Mechanism, check_accounting, composed_epsilon, noise_multiplier_for
+from mpu_cli.training.ledger import Mechanism
 from mpu_cli.training.loop import ExampleSet, Losses, outside_layers
 from mpu_cli.training.losses import ALGORITHMS, Objective, TermInputs, score
 from mpu_cli.training.optimizers import make_optimizer

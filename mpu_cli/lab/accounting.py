@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.files.boundary import Scale
+from mpu_cli.training.ledger import Mechanism, Release, Spending
 
 if TYPE_CHECKING:
     from dp_accounting import DpEvent
@@ -20,34 +19,6 @@ if TYPE_CHECKING:
 
 DISCRETIZATION = 1e-3  # of the privacy loss, in nats; rounded up, so that ε remains a bound
 TOLERANCE = 1e-3  # of the noise that is sought
-
-
-@dataclass(frozen=True)
-class Mechanism:
-    """DP-SGD of one training: ``steps`` of the subsampled Gaussian mechanism."""
-
-    noise_multiplier: Scale
-    sample_rate: Scale
-    steps: int
-
-
-@dataclass(frozen=True)
-class Release:
-    """A release with a bound of its own, such as that of the terms for surrogate records."""
-
-    epsilon: Scale
-    delta: Scale
-    neighbours: str = "left-out"
-
-    def between(self, neighbours: str) -> Release:
-        """Its bound for other neighbours. Replacing a record is leaving it out and adding another: (2ε, (1 + e^ε)·δ),
-        by group privacy (Dwork and Roth 2014, theorem 2.2). Leaving one out costs at most what replacing it does."""
-        if neighbours == "left-out" or self.neighbours == neighbours:
-            return self
-        return Release(2 * self.epsilon, (1 + math.exp(self.epsilon)) * self.delta, neighbours)
-
-
-Spending = Mechanism | Release | None  # None: a training without a bound
 
 
 def composed_epsilon(spendings: Sequence[Spending], delta: float, neighbours: str = "left-out") -> float:

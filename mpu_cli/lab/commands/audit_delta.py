@@ -12,7 +12,7 @@ from mpu_cli.options.declare import group, option
 from mpu_cli.options.unlearning import Prompts, Records
 
 if TYPE_CHECKING:
-    from mpu_cli.training.leakage import LeakageReading
+    from mpu_cli.lab.leakage import LeakageReading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,8 +38,8 @@ class AuditDelta(Command):
     def run(self, observer: Observer = SILENT) -> list[LeakageReading]:
         """The findings of each reading."""
         from mpu_cli.files.sealing import opened_copy
+        from mpu_cli.lab.leakage import audit
         from mpu_cli.records.read import read_records
-        from mpu_cli.training.leakage import audit
 
         records = self.records
         has_retain = records.retain != Records().retain or Path(records.retain).exists()

@@ -22,17 +22,17 @@ from transformers import PreTrainedModel
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import LEFT_FACTOR, RIGHT_FACTOR
 from mpu_cli.files.reader import Checkpoint
+from mpu_cli.lab.options.surrogates import TermRelease
 from mpu_cli.model.load import limits_of, load
 from mpu_cli.model.network import Answers
 from mpu_cli.model.source import open_model
 from mpu_cli.model.staging import add_delta, open_delta
 from mpu_cli.model.tensors import in_memory
-from mpu_cli.options.surrogates import TermRelease
 from mpu_cli.options.unlearning import Prompts
 from mpu_cli.records.encode import IGNORED, Example, encoding_of
 from mpu_cli.records.forms import Record
 from mpu_cli.records.terms import join_overlapping, terms_of, texts_of
-from mpu_cli.training.accounting import Release
+from mpu_cli.training.ledger import Release
 
 if TYPE_CHECKING:
     from opendp.mod import Measurement

@@ -13,8 +13,8 @@ from mpu_cli.options.unlearning import Logging, Prompts, RecordFormat, Training
 from mpu_cli.wording import counted
 
 if TYPE_CHECKING:
+    from mpu_cli.lab.finetune import Finetuned
     from mpu_cli.records.forms import Record
-    from mpu_cli.training.finetune import Finetuned
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,8 @@ class Finetune(Command):
 
     def run(self, observer: Observer = SILENT) -> tuple[int, Finetuned]:
         """The number of records that were learned, and the result."""
+        from mpu_cli.lab.finetune import finetune
         from mpu_cli.model.source import open_model
-        from mpu_cli.training.finetune import finetune
 
         records = self._records(observer)
         return len(records), finetune(

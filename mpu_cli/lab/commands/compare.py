@@ -54,13 +54,13 @@ class Compare(Command):
     force: bool = option(False, FORCE, in_files=False)
 
     def run(self, observer: Observer = SILENT) -> Comparison:
-        from mpu_cli.files.tables import SUFFIXES, write_tables
+        from mpu_cli.lab.tables import SUFFIXES, write_tables
         from mpu_cli.measuring.results import chosen_metrics, differences, main_metrics, read_results
 
         if self.out and self.out.suffix not in SUFFIXES:
             raise UsageError(f"--out {self.out}: must end in {', '.join(SUFFIXES)}")
         if self.plot:
-            from mpu_cli.measuring.plots import check_target
+            from mpu_cli.lab.plots import check_target
 
             check_target(self.plot, self.force)
         read = read_results(paths_from(self.results))
@@ -78,13 +78,13 @@ class Compare(Command):
         if self.out:
             write_tables({"results": comparison.table}, self.out, force=self.force)
         if self.plot:
-            from mpu_cli.measuring.plots import draw_comparison
+            from mpu_cli.lab.plots import draw_comparison
 
             draw_comparison(comparison.labels, values, self.plot, force=self.force)
         return comparison
 
     def report(self, comparison: Comparison, observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)
-        from mpu_cli.files.tables import markdown_table
+        from mpu_cli.lab.tables import markdown_table
 
         document = {
             label: {name: values[i] for name, values in comparison.values.items()}

@@ -7,17 +7,11 @@ metric that needs no more. Servers without ``echo`` (llama.cpp) can only be aske
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
-import re
-import sys
-import unicodedata
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, redirect_stderr
 from dataclasses import dataclass
 from http.client import HTTPException
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
@@ -25,17 +19,14 @@ from urllib.error import HTTPError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
-import regex
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.errors import MpuError
 from mpu_cli.measuring.encoding import Item
 from mpu_cli.measuring.generation import Answer, texts_of
 from mpu_cli.measuring.scoring import TokenScores
 
-# Metrics that need whole distributions, gradients or a second model.
-UNSERVED_METRICS = ("mia_min_k_plus_plus", "mia_gradnorm", "mia_reference")
 REQUEST_SECONDS = 600.0  # for one request
 KEY = "MPU_ENDPOINT_KEY"  # the environment variable with the endpoint's key
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -142,8 +133,9 @@ def choices_of(reply: Any, prompts: int, url: str) -> list[dict[str, Any]]:
     return choices
 
 
-def endpoint_at(url: str, name: str | None, key: str | None) -> Endpoint:
+def endpoint_at(url: str, name: str | None) -> Endpoint:
     """The endpoint at ``url``, of the first model that it lists if there is no ``name``. MpuError if it lists none."""
+    key = os.environ.get(KEY)
     if name is None:
         try:
             name = str(_ask(url, "models", key)["data"][0]["id"])
@@ -244,85 +236,3 @@ def _within(seconds: float, work: Callable[[], Result]) -> Result:
 def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:
     for start in range(0, len(items), size):
         yield items[start : start + size]
-
-
-# General ability, measured by EleutherAI's evaluation harness on the model that is already loaded.
-
-
-def check_installed() -> None:
-    """Raises UsageError if the harness is not installed."""
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError as error:
-        raise UsageError("--lm-eval: EleutherAI's harness is not installed", "run pip install lm-eval") from error
-
-
-def run_tasks(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tasks: Sequence[str], batch_size: int
-) -> dict[str, dict[str, object]]:
-    """``lm_eval/TASK/METRIC`` → its form, for each of ``tasks``: harness task names or .yaml task files.
-
-    A form is {"agg_value": …, "higher_is_better": …}; a task that filters answers in several ways has
-    ``lm_eval/TASK/METRIC,FILTER``.
-
-    Raises MpuError if a task is unknown or its data cannot be loaded.
-    """
-    from lm_eval import simple_evaluate
-    from lm_eval.models.huggingface import HFLM
-
-    # Tokenizers that have used all cores warn if the process is forked, and a task's code may do that.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    for name in ("lm_eval", "lm-eval"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-    named = [str(Path(task).resolve()) if task.endswith((".yaml", ".yml")) else task for task in tasks]
-    try:
-        with ExitStack() as quiet:
-            if not sys.stderr.isatty():  # the harness draws progress bars even without a terminal
-                quiet.enter_context(redirect_stderr(quiet.enter_context(open(os.devnull, "w", encoding="utf-8"))))
-            wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
-            measured = simple_evaluate(wrapped, tasks=named, bootstrap_iters=0, log_samples=False, verbosity="ERROR")
-    except Exception as error:  # tasks and their data can raise anything
-        reason = str(error).strip().splitlines() or [type(error).__name__]
-        raise MpuError(f"--lm-eval {','.join(tasks)}: {reason[0]}") from error
-    values = {}
-    for task, results in measured["results"].items():
-        higher = measured.get("higher_is_better", {}).get(task, {})
-        for metric, value in results.items():
-            name, _, part = metric.partition(",")
-            if isinstance(value, int | float) and not name.endswith("_stderr") and part:
-                key = f"lm_eval/{task}/{name if part == 'none' else metric}"
-                values[key] = {"agg_value": float(value), "higher_is_better": higher.get(name)}
-    return values
-
-
-# Words of texts in any script, for ROUGE.
-#
-# OpenUnlearning's ROUGE, of rouge-score, knows the letters of English and digits only: it drops all others, and
-# compares what remains, be it a year or nothing.
-
-_ENGLISH = re.compile(r"[a-z0-9]")
-_DROPPED = regex.compile(r"[\p{L}\p{N}\p{M}\p{Extended_Pictographic}--[a-z0-9]]", regex.VERSION1)
-# Letters of scripts that put no spaces between words: Unicode's line breaking (UAX 14) has classes for them.
-_UNSPACED = r"[[\p{LB=SA}\p{LB=ID}\p{LB=CJ}\p{Han}\p{Hiragana}\p{Katakana}]&&[\p{L}\p{Nl}]]"
-# One of those letters; a word of any other letters and digits; or any other visible sign that is not punctuation.
-_WORDS = regex.compile(
-    rf"{_UNSPACED}\p{{M}}*|[[\p{{L}}\p{{N}}]--{_UNSPACED}][[\p{{L}}\p{{N}}\p{{M}}]--{_UNSPACED}]*|(?=[\p{{S}}])\X",
-    regex.VERSION1,
-)
-
-
-def is_cut_by_rouge(text: str) -> bool:
-    """Whether rouge-score's own tokenizer drops letters of ``text``, or finds no word in it."""
-    lowered = text.lower()
-    return bool(_DROPPED.search(lowered)) or not _ENGLISH.search(lowered)
-
-
-class AnyScript:
-    """A tokenizer for ``rouge_score``: words in lower case, of any script.
-
-    >>> AnyScript().tokenize("Она родилась в 北京 2008年.")
-    ['она', 'родилась', 'в', '北', '京', '2008', '年']
-    """
-
-    def tokenize(self, text: str) -> list[str]:
-        return _WORDS.findall(unicodedata.normalize("NFKC", text).lower())

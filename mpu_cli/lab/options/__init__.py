@@ -1,0 +1,1 @@
+"""Options of experiments and of surrogate records."""
