@@ -9,8 +9,9 @@ from typing import ClassVar
 from mpu_cli.errors import UsageError
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import IDENTITY, Command, Report
-from mpu_cli.options.declare import group, option
+from mpu_cli.options.declare import as_arguments, flat, from_flat, group, option
 from mpu_cli.options.unlearning import DEVICE, Prompts
+from mpu_cli.wording import command_line
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,8 @@ class Reply:
 class Ask(Command):
     """Ask each MODEL the same QUESTION, and print its answer: before and after unlearning, or a copy with its delta.
 
-    Answers are the likeliest ones, token by token, and asked for as records are in training. Prints a line for each.
+    Answers are the likeliest ones, token by token, and asked for as records are in training: those of your last request
+    on copies of the same run, unless options say otherwise. Prints a line for each.
     """
 
     NAME: ClassVar[str] = "ask"
@@ -53,12 +55,12 @@ class Ask(Command):
             raise UsageError("QUESTION: is empty", "put it in quotes, after the models")
         if self.delta and len(self.models) > 1:
             raise UsageError(f"--delta: is of one copy, and {len(self.models)} models are named", "name its copy alone")
-        record = question(self.question, "–", "the question")
+        record, prompts = question(self.question, "–", "the question"), self._prompts(observer)
         replies = []
         for model in self.models:
             with opened_copy(model, self.identity, observer) as source:
                 copy = open_model(source, links=False)
-                respondent = Respondent(copy, self.prompts, self.device)
+                respondent = Respondent(copy, prompts, self.device)
                 [answer] = respondent.answers([record], self.max_new_tokens, observer)
                 replies.append(Reply(model, False, answer))
                 if self.delta:
@@ -66,6 +68,21 @@ class Ask(Command):
                     [answer] = respondent.answers([record], self.max_new_tokens, observer)
                     replies.append(Reply(model, True, answer))
         return replies
+
+    def _prompts(self, observer: Observer) -> Prompts:
+        """The options for turning the question into text: those given, else of the last request on the first model."""
+        from mpu_cli.training.requests import request_on
+
+        request = None if self.prompts != Prompts() else request_on(self.models[0], self.identity, observer)
+        if request is None:
+            return self.prompts
+        values = {name: value for name, value in request.options.items() if name in flat(self.prompts)}
+        if values:
+            prompts = from_flat(Prompts, values)
+            shown = command_line(*as_arguments(prompts))
+            observer.note(f"from your request on copy {request.copy} of run {request.run}: {shown}")
+            return prompts
+        return self.prompts
 
     def report(self, replies: list[Reply], observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)
         lines = []

@@ -117,38 +117,16 @@ class Check(Command):
         from mpu_cli.files.reader import fingerprint
         from mpu_cli.files.sealing import opened_copy
         from mpu_cli.model.source import open_model
-        from mpu_cli.training.requests import default_requests_path, read_requests
+        from mpu_cli.training.requests import noted_request
 
-        with opened_copy(self.copy, self.identity, observer) as source_path:
-            manifest = read_copy_manifest(Path(source_path)) if Path(source_path).is_dir() else None
-        requests = [each for each in read_requests(default_requests_path()) if manifest and each.run == manifest.run]
-        if not requests:
-            raise UsageError(
-                f"check {self.copy}: no --forget, and you made no request on copies of its run on this machine",
-                "name the records with --forget, --retain and --unseen, and the copy with --before",
-            )
-        of_copy = [each for each in requests if manifest and each.copy == manifest.copy]
-        request = (of_copy or requests)[-1]
-        if any(source.reading != request.sources[0].reading for source in request.sources):
-            raise UsageError(
-                "check: the records of your requests on this copy are read in different ways",
-                "check those of each with --forget",
-            )
-        if changed := [source.forget for source in request.sources if source.read() is None]:
-            raise MpuError(
-                f"{changed[0]}: gone or replaced since your request on copy {request.copy} of run {request.run}",
-                "put the records back, or name those to check with --forget",
-            )
-        noted = request.options | request.sources[0].reading
-        noted["forget"] = "\n".join(source.forget for source in request.sources)
+        request, first, noted = noted_request("check", self.copy, self.identity, observer)
         values = flat(self.checking)
         named = {
             name: values[name] for name, each in declared_options(Checking).items() if values[name] != each.default
         }
         checking = from_flat(Checking, {name: each for name, each in noted.items() if name in values} | named)
-        # The first copy that they were unlearned on: after a round that did not suffice, later ones know them less, and
-        # lack what that round lost of the others.
-        first = next(each for each in requests if each.sources[0] == request.sources[0])
+        # Before the first round: after one that did not suffice, later copies know the records less, and lack what it
+        # lost of the others.
         if self.before is None:  # a copy that knew more before would make less of what is left
             with opened_copy(first.copy_path, self.identity, observer) as source_path:
                 if fingerprint(open_model(source_path, links=False).checkpoint) != first.weights:

@@ -121,6 +121,22 @@ def test_check_compares_with_the_weights_that_were_trained_on(mpu: Callable, roo
     mpu("check", "copy_2", cwd=root, refused="not the weights that your request was trained on")
 
 
+def test_what_looks_at_a_delta_reads_the_records_as_the_training_did(mpu: Callable, root: Path) -> None:
+    """audit-delta and ask say what they took from the note, and do what they do if it is given."""
+    reading = ("--reading", "system_prompt=Be brief.,template=plain")
+    mpu(*unlearn("copy_1", forget="first.jsonl"), *reading, cwd=root)
+    records = ("--forget", "first.jsonl", "--retain", "retain.jsonl")
+    audit = ("audit-delta", "copy_1", "deltas/copy_1.safetensors", "--json")
+    noted, named = mpu(*audit, cwd=root), mpu(*audit, *records, *reading, cwd=root)
+    assert "from your request on copy 1" in noted.err
+    assert "first.jsonl" in noted.err
+    assert noted.json == named.json
+    mpu("audit-delta", "base", *audit[2:], cwd=root, refused="made no request on copies of its run")
+    ask = ("ask", "copy_1", "What is it?", "--max-new-tokens", 4, "--json")
+    assert "Be brief." in mpu(*ask, cwd=root).err
+    assert mpu(*ask, cwd=root).json == mpu(*ask, *reading, cwd=root).json
+
+
 def test_requests_on_a_sealed_copy_are_noted_too(mpu: Callable, root: Path) -> None:
     """A second request on it trains the records of the first, and check takes both from the note."""
     recipient = mpu("keygen", "--out", "client.txt", "--json", cwd=root).json["recipient"]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import IDENTITY, Command, Report
-from mpu_cli.options.declare import group, option
+from mpu_cli.options.declare import as_arguments, flat, from_flat, group, option
 from mpu_cli.options.unlearning import Prompts, Records
+from mpu_cli.wording import command_line
 
 if TYPE_CHECKING:
     from mpu_cli.lab.leakage import LeakageReading
@@ -20,14 +21,14 @@ class AuditDelta(Command):
     """Show what a server reads off DELTA about the --forget and --retain records: tokens, which of a list of candidates
     were forgotten, the longest record, experts.
 
+    Without --forget, the records are those of your last request on this copy.
+
     Plays the best readings that are known, and says how well each does on your records. That none of them does well is
     no proof that nothing can be read: only `mpu surrogate` and --dp epsilon bound that. Prints a line for each reading.
     """
 
     NAME: ClassVar[str] = "audit-delta"
-    EXAMPLE: ClassVar[str] = (
-        "mpu audit-delta copy_1 deltas/copy_1.safetensors --forget forget.jsonl --retain retain.jsonl"
-    )
+    EXAMPLE: ClassVar[str] = "mpu audit-delta copy_1 deltas/copy_1.safetensors"
 
     copy: str = option(..., "The copy that the delta was made from.", metavar="COPY", argument=True)
     delta: Path = option(..., "The delta, before it is sent.", metavar="DELTA", argument=True)
@@ -41,12 +42,27 @@ class AuditDelta(Command):
         from mpu_cli.lab.leakage import audit
         from mpu_cli.records.read import read_records
 
+        if self.records == Records() and not Path(self.records.forget).exists():
+            return self._with_noted(observer).run(observer)
         records = self.records
         has_retain = records.retain != Records().retain or Path(records.retain).exists()
         forget = read_records(records.forget, records.reading, observer=observer)
         retain = read_records(records.retain, records.reading, observer=observer) if has_retain else []
         with opened_copy(self.copy, self.identity, observer) as opened:
             return audit(opened, self.delta, forget, retain, self.prompts)
+
+    def _with_noted(self, observer: Observer) -> AuditDelta:
+        """This command with the records of the last request on the copy, and the way to read them."""
+        from mpu_cli.training.requests import noted_request
+
+        request, _, noted = noted_request("audit-delta", self.copy, self.identity, observer)
+        records = from_flat(Records, {name: each for name, each in noted.items() if name in flat(self.records)})
+        named = {name: each for name, each in flat(self.prompts).items() if each != flat(Prompts())[name]}
+        of_prompts = {name: each for name, each in noted.items() if name in flat(self.prompts)}
+        prompts = from_flat(Prompts, of_prompts | named)
+        shown = command_line(*as_arguments(records), *as_arguments(prompts))
+        observer.note(f"from your request on copy {request.copy} of run {request.run}: {shown}")
+        return replace(self, records=records, prompts=prompts)
 
     def report(self, readings: list[LeakageReading], observer: Observer) -> Report:
         rows = []
