@@ -303,7 +303,6 @@ class TestDoctor:
         assert "FAILS\tunlearn on " in outcome.out
         assert "RuntimeError: no kernel image is available" in outcome.out
         assert "aggregate on " not in outcome.out
-        assert mpu("doctor", "--quick", cwd=tmp_path).out.startswith("mpu\t")
 
 
 def test_a_training_on_the_cpu_does_not_bind_the_next_one() -> None:

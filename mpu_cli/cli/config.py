@@ -57,8 +57,6 @@ def defaults_from(
     Raises MpuError if the file cannot be read, UsageError for a command or an option that does not exist or that no
     file may set.
     """
-    if path.suffix == ".json":
-        raise UsageError(f"{FLAG} {path}: expected a TOML file of options", "a model's config.json is --model-config")
     hint = "give it on the command line, or as a variable"
     defaults: dict[str, dict[str, object]] = {}
     for name, table in read_toml(path).items():

@@ -11,7 +11,7 @@ from mpu_cli.commands.publish import command_to_publish
 from mpu_cli.commands.secrets import opened_keys
 from mpu_cli.files.manifest import model_folder
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.command import BASE_AGAIN, FORCE, MODEL_CONFIG, Command, Opening, Preview, Report, paths_from
+from mpu_cli.options.command import BASE_AGAIN, FORCE, Command, Opening, Preview, Report, paths_from
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.publishing import RESTORE, Aggregating
 
@@ -46,14 +46,10 @@ class Aggregate(Command):
         metavar="FILE",
     )
     base: str | None = option(None, BASE_AGAIN, metavar="MODEL")
-    model_config: Path | None = option(None, MODEL_CONFIG, metavar="FILE")
     out: Path | None = option(
         None, "Directory for the unlearned model (default: unlearned; after round 1, unlearned_R).", metavar="DIR"
     )
     as_adapter: bool = option(False, "Write LoRA deltas as one peft adapter for BASE instead of a model.")
-    push: str | None = option(
-        None, "Upload the result to this private repository on the Hub.", metavar="OWNER/NAME", in_files=False
-    )
     opening: Opening = group(Opening)
     trust_deltas: bool = option(
         False, "Aggregate although deltas were trained differently, or the update is nothing but noise.",
@@ -73,7 +69,7 @@ class Aggregate(Command):
         if options.server_lr == RESTORE and len(publications) == 1 and not options.probe:
             options = replace(options, server_lr=self._rehearsed(publications[0], observer))
         return plan_aggregate(
-            published_base(publications[0], self.base, self.model_config),
+            published_base(publications[0], self.base),
             owners_of(paths, publications),
             options,
             out=self.out or model_folder(publications[0].round),
@@ -110,13 +106,10 @@ class Aggregate(Command):
     def run(self, observer: Observer = SILENT) -> Aggregation | Combined:
         """One data owner's ``Aggregation``, or several ``Combined``; warnings go to ``observer``."""
         from mpu_cli.files.boundary import private_umask
-        from mpu_cli.model.source import check_repository, upload
         from mpu_cli.protocol.combine import aggregate, aggregate_adapter, aggregate_owners
 
         with private_umask():  # no noise covers the result
             plan = self.plan(observer)
-            if self.push:  # before the work, and after all that can be wrong with the deltas
-                check_repository(self.push)
             result: Aggregation | Combined
             if len(plan.owners) > 1:
                 result = aggregate_owners(plan, observer=observer)
@@ -128,8 +121,6 @@ class Aggregate(Command):
             observer.warn(warning)
         if not self.as_adapter:
             self._record(plan, result, observer)
-        if self.push:
-            observer.note(f"uploaded to {upload(result.path, self.push)}")
         return result
 
     def _record(self, plan: AggregatePlan, result: Aggregation | Combined, observer: Observer) -> None:
@@ -180,7 +171,6 @@ class Aggregate(Command):
         ]
         document = {
             "model": result.path,
-            "pushed": self.push,
             **_document_of(result),
             "warnings": result.warnings(),
             "trained_differently": result.trained_differently,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.commands.secrets import opened_keys
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.command import BASE_AGAIN, FORCE, KEYS, MODEL_CONFIG, Command, Opening, Preview, Report, paths_from
+from mpu_cli.options.command import BASE_AGAIN, FORCE, KEYS, Command, Opening, Preview, Report, paths_from
 from mpu_cli.options.declare import group, option
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ class Invert(Command):
     )
     keys: Path = option(Path("keys.bin"), KEYS, metavar="FILE")
     base: str | None = option(None, BASE_AGAIN, metavar="MODEL")
-    model_config: Path | None = option(None, MODEL_CONFIG, metavar="FILE")
     out: Path = option(Path("inverted"), "Directory for the inverted deltas.", metavar="DIR")
     opening: Opening = group(Opening)
     force: bool = option(False, FORCE, in_files=False)
@@ -64,7 +63,7 @@ class Invert(Command):
         from mpu_cli.protocol.marks import PLANTED, fingerprints, noise_in
 
         keys, deltas = self._opened(observer)
-        model = published_base(keys, self.base, self.model_config)
+        model = published_base(keys, self.base)
         with Transaction(force=self.force) as transaction:
             observer.stage("invert", sum(delta.checkpoint.nbytes for delta in deltas))
             for delta in deltas:

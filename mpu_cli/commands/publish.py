@@ -12,7 +12,7 @@ from mpu_cli.commands.secrets import opened_keys, read_passphrase
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import keys_path, next_round, read_copy_manifest, read_model_manifest, round_folder
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.command import FORCE, MODEL_CONFIG, Command, Opening, Preview, Report
+from mpu_cli.options.command import FORCE, Command, Opening, Preview, Report
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.publishing import Disguise, Publishing
 from mpu_cli.text import read_text
@@ -46,7 +46,6 @@ class Publish(Command):
         "given, chosen to hide it (default: none, noise is scaled to BASE).",
         metavar="MODEL",
     )
-    model_config: Path | None = option(None, MODEL_CONFIG, metavar="FILE")
     out: Path | None = option(
         None, "Directory for copy_1 … copy_m (default: this one; after round 1, round_R).", metavar="DIR"
     )
@@ -100,7 +99,7 @@ class Publish(Command):
         only = None if self.only is None else _parse_copy_numbers(self.only)
         if self.probe:
             read_records(self.probe)  # before the work
-        model = open_model(self.base, self.model_config)
+        model = open_model(self.base)
         if read_copy_manifest(model.folder):
             raise MpuError(f"{self.base}: a copy, not a model", "publish the model that it was made from")
         run_of_base, following_round = next_round(model.folder)

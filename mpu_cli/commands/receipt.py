@@ -137,7 +137,7 @@ class Receipt(Command):
         keys = opened_keys(keys_file, self.opening, observer)
         check_origin(document, keys, self.file)
         if self.copy is None or self.base is not None:  # first the server's mistakes, which are not the client's
-            model = published_base(keys, self.base, None)
+            model = published_base(keys, self.base)
             check_base(model, keys)
         if self.copy is None:
             with Transaction() as transaction:

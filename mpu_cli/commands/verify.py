@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 from mpu_cli.commands.secrets import opened_keys
 from mpu_cli.errors import MpuError
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.command import BASE_AGAIN, KEYS, MODEL_CONFIG, Command, Opening, Report
+from mpu_cli.options.command import BASE_AGAIN, KEYS, Command, Opening, Report
 from mpu_cli.options.declare import group, option
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ class Verify(Command):
     copy: str = option(..., "A copy from `mpu publish`.", metavar="COPY", argument=True)
     keys: Path = option(Path("keys.bin"), KEYS, metavar="FILE")
     base: str | None = option(None, BASE_AGAIN, metavar="MODEL")
-    model_config: Path | None = option(None, MODEL_CONFIG, metavar="FILE")
     logits: bool = option(True, "Also compare logits on random tokens (holds the model in memory, in float32).")
     opening: Opening = group(Opening)
 
@@ -41,7 +40,7 @@ class Verify(Command):
         from mpu_cli.protocol.verify import verify
 
         keys = opened_keys(self.keys, self.opening, observer)
-        model = published_base(keys, self.base, self.model_config)
+        model = published_base(keys, self.base)
         copy = open_model(self.copy, links=False)
         return verify(model, copy, keys, logits=self.logits, observer=observer), keys.publication
 

@@ -307,13 +307,8 @@ class _Rounds:
         done = [number for number in range(1, self.count + 1) if self.model(number).exists()]
         model = str(self.model(done[-1])) if done else self.experiment.base
         for number in range(done[-1] if done else 1, self.count + 1):
-            if self.log and self.log[-1]["step"] == "stop":
-                break
             if not self.model(number).exists():
                 _Round(self, number, model).play()
-            if self._copies_disagree(number):
-                shutil.rmtree(self.model(number))
-                break
             model = str(self.model(number))
             if not self.experiment.keep:
                 if number > 1:
@@ -324,22 +319,6 @@ class _Rounds:
         if not self.experiment.keep:
             shutil.rmtree(self.references, ignore_errors=True)
         return Path(model)
-
-    def _copies_disagree(self, number: int) -> bool:
-        """Whether the changes of a round's copies differ too much for the round to count.
-
-        Raises MpuError if those of the first one do.
-        """
-        least = self.experiment.min_cosine
-        entry = next(line for line in reversed(self.log) if line["step"] == "aggregate")
-        if least is None or entry["round"] != number or not entry["smallest_pairwise_cosine"] < least:
-            return False
-        reason = f"cosine between copies {entry['smallest_pairwise_cosine']:.3f}, below --min-cosine {least:g}"
-        if number == 1:
-            raise MpuError(f"round 1: {reason}", "lower --kappa or --lr, or use --optim adamw-blockwise")
-        self.add_to_log("stop", round=number, smallest_pairwise_cosine=entry["smallest_pairwise_cosine"])
-        self.observer.note(f"round {number}: {reason}; the result is that of round {number - 1}")
-        return True
 
 
 class _Round:

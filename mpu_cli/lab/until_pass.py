@@ -21,13 +21,11 @@ from mpu_cli.lab.options.experiment import Experiment
 from mpu_cli.lab.rounds import begin, facts_of, rounds_of
 from mpu_cli.measuring.verdict import Verdict
 from mpu_cli.observer import SILENT, Observer, PrefixedObserver
-from mpu_cli.options.declare import declared_options
 from mpu_cli.options.evaluation import Checking, Scoring
 from mpu_cli.options.publishing import Aggregating, Publishing
 from mpu_cli.options.unlearning import Checks, Goal, Logging, Stopping
 from mpu_cli.training.data import read_dataset
 
-UNUSED = ("min_cosine", "loss_reference")  # options of Experiment that no command has
 MOST_ROUNDS = 3  # each of which is one more draw of the noise that hides the weights
 
 
@@ -52,12 +50,8 @@ def run_until_pass(
     ``experiment``: one that ``stops_when_done``. Raises UsageError for options that only a fixed number of rounds has,
     MpuError if ``folder`` holds something else.
     """
-    declarations = declared_options(Experiment)
-    for name in UNUSED:
-        if getattr(experiment, name) != declarations[name].default:
-            raise UsageError(
-                f"{declarations[name].flag}: needs a fixed number of epochs", "add --epochs, or leave it out"
-            )
+    if experiment.loss_reference != "original":
+        raise UsageError("--loss-reference: needs a fixed number of epochs", "add --epochs, or leave it out")
     experiment = replace(experiment, rounds=experiment.rounds or MOST_ROUNDS)
     experiment.server_rate.check_step()
     facts = facts_of(experiment, read_dataset(experiment.unlearning))

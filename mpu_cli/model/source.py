@@ -14,11 +14,11 @@ from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any
 
-from mpu_cli.errors import MpuError, UsageError, first_line
+from mpu_cli.errors import MpuError, first_line
 from mpu_cli.files.boundary import LARGEST_TOKENIZER, read_bounded, read_json_object
 from mpu_cli.files.folder import JSON_FILES, clean_config, left_out_of
 from mpu_cli.files.manifest import MANIFEST_NAME
-from mpu_cli.files.reader import ADAPTER_CONFIG, INDEX, OPTION, PICKLES, SHARD, WORD, Checkpoint, open_checkpoint
+from mpu_cli.files.reader import ADAPTER_CONFIG, OPTION, PICKLES, SHARD, WORD, Checkpoint, open_checkpoint
 from mpu_cli.files.visible import visible
 from mpu_cli.files.writer import TensorSpecs
 from mpu_cli.model.layout import Layout, layout_of
@@ -159,11 +159,7 @@ def open_model(source: str, config: Path | None = None, *, links: bool = True) -
                 f"{path}: a delta, not a model",
                 "the server applies it with `mpu aggregate`; `mpu ask COPY QUESTION --delta FILE` tries it on its copy",
             )
-        raise MpuError(
-            f"{config_path}: no such file",
-            "put the model's config.json next to its weights (publish, verify, invert "
-            "and aggregate also take --model-config)",
-        )
+        raise MpuError(f"{config_path}: no such file", "put the model's config.json next to its weights")
     if path.is_dir() and os.path.lexists(folder / ADAPTER_CONFIG):
         raise MpuError(
             f"{folder}: holds the weights of a model and a peft adapter, which transformers would add to them",
@@ -286,47 +282,3 @@ def _word_of_most(specs: TensorSpecs) -> str:
 
 def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-
-
-# Uploading a model to the Hugging Face Hub.
-
-_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*\Z")
-
-
-def check_repository(name: str) -> None:
-    """Make sure that the repository ``name`` exists, or make it, private. Raises UsageError for a name that is not
-    OWNER/NAME, MpuError if the Hub cannot be reached or refuses."""
-    if not _NAME.match(name):
-        raise UsageError(f"--push {name}: expected OWNER/NAME")
-    from huggingface_hub import create_repo
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        create_repo(name, private=True, exist_ok=True)
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise MpuError(f"--push {name}: {first_line(error)}", "log in with hf auth login") from error
-
-
-# The files that a model is made of. A result has every small file that lay beside its base, and that may be anything.
-UPLOADED = [
-    "*.safetensors", f"*.safetensors{INDEX}", "config.json", ADAPTER_CONFIG, "mpu.json", "README.md", "LICENSE*",
-    "NOTICE*", "additional_chat_templates/*.jinja", *SIDE_FILES,
-]  # fmt: skip
-
-
-def upload(folder: Path, name: str) -> str:
-    """Upload the files in ``folder`` to the repository ``name``; its address. Raises MpuError if that fails: the folder
-    is complete all the same."""
-    from huggingface_hub import upload_folder
-    from huggingface_hub.errors import HfHubHTTPError
-
-    try:
-        commit = upload_folder(
-            repo_id=name, folder_path=folder, commit_message="Upload by mpu aggregate", allow_patterns=UPLOADED
-        )
-    except (HfHubHTTPError, OSError, ValueError) as error:
-        raise MpuError(
-            f"{folder}: written, but not uploaded to {name} ({first_line(error)})",
-            f"upload it with hf upload {name} {folder}",
-        ) from error
-    return str(commit.repo_url)

@@ -128,7 +128,6 @@ IDENTITY = "age identity file (default: mpu/identity.txt in your configuration d
 PASSPHRASE_FILE = "Read the passphrase from the first line of FILE."
 FORCE = "Overwrite existing outputs."
 KEYS = "The key file of the publication."
-MODEL_CONFIG = "The base's config.json, if it is not next to the weights."
 BASE_AGAIN = "The published model (default: the location recorded in the keys)."
 
 

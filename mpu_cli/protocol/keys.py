@@ -325,14 +325,14 @@ def _parse(document: bytes, path: Path, secret: bytes | None, *, authentic: bool
     )  # fmt: skip
 
 
-def published_base(keys: Keys, source: str | None, config: Path | None) -> Model:
+def published_base(keys: Keys, source: str | None) -> Model:
     """The published model: ``source`` if given, otherwise from the location recorded in the keys, on this machine: what
     keys name is never looked for on the Hub."""
     if source is not None:
-        return open_model(source, config)
+        return open_model(source)
     try:
         if not Path(keys.base.path).exists() and cached_snapshot(keys.base.path) is None:
             raise MpuError(f"{keys.base.path}: not on this machine")
-        return open_model(keys.base.path, config or Path(keys.base.config))
+        return open_model(keys.base.path, Path(keys.base.config))
     except MpuError as error:
         raise MpuError(f"cannot open the published base ({error})", "specify its location with --base") from error

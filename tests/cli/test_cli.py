@@ -205,7 +205,7 @@ def respoil(folder, change):
 
 
 BAD_MODELS = {
-    "no config": (lambda f: (f / "config.json").unlink(), "--model-config"),
+    "no config": (lambda f: (f / "config.json").unlink(), "config.json: no such file"),
     "config no JSON": (lambda f: (f / "config.json").write_text("{"), "not JSON"),
     "config an array": (lambda f: (f / "config.json").write_text("[]"), "not a JSON object"),
     "unknown architecture": (spoiler(lambda c: c | {"model_type": "mamba"}), "supported: llama, mistral, "),
@@ -279,7 +279,6 @@ def assert_refused(outcome, complaint, status=1):
         (["--public", "gone"], "gone: no such file", 1),
         (["--public", "other"], "shape", 1),
         (["--public", "gpt2"], "different architecture", 1),
-        (["--model-config", "gone.json"], "gone.json", 1),
         (["--keys", "base"], "directory", 1),
         (["--passphrase-file", "empty"], "empty passphrase", 1),
     ],

@@ -208,7 +208,7 @@ class TestOptionsFromAFile:
     def test_what_a_file_may_not_set(self, mpu: Callable, root: Path) -> None:
         """It may be the other party's: nothing that runs, sends, replaces, chooses secrets or leaves out a check."""
         refused = {
-            "aggregate": {"push", "trust_deltas", "trust_keys", "force"},
+            "aggregate": {"trust_deltas", "trust_keys", "force"},
             "check": {"outside_dp", "trust_copy", "force"},
             "evaluate": {"endpoint", "force"},
             "publish": {"copy_recipients", "recipient", "seed", "publish_again", "trust_keys", "force"},
@@ -236,9 +236,6 @@ class TestOptionsFromAFile:
     def test_a_number_that_no_float_holds(self, mpu: Callable, root: Path, option: str) -> None:
         (root / "grid.toml").write_text(f"base = 'base'\n{option} = {'9' * 400}\n")
         mpu("sweep", "grid.toml", refused=f"grid.toml: {option} = ", status=2, cwd=root)
-
-    def test_a_models_config_is_another_option(self, mpu: Callable, root: Path) -> None:
-        mpu("publish", "base", "--config", "base/config.json", refused="--model-config", cwd=root)
 
     def test_unknown_variables_are_named(self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MPU_PUBLISH_KAPA", "0.5")

@@ -376,11 +376,3 @@ class TestTheModelCard:
         assert "unlearning" in head["tags"]
         assert f"| run, round | {document['run']}, 1 |" in card
         assert str(root) not in card
-
-    @pytest.mark.slow
-    def test_a_push_that_cannot_work_is_refused_before_the_work(self, mpu: Callable, root: Path) -> None:
-        mpu("publish", "base", "--copies", 2, cwd=root)
-        mpu("unlearn", "copy_1", "copy_2", *BRIEF, cwd=root)
-        for name, named in (("noowner", "expected OWNER/NAME"), ("some/model", "--push some/model")):
-            mpu("aggregate", "deltas", "--push", name, refused=named, cwd=root)
-            assert not (root / "unlearned").exists()

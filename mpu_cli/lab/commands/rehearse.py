@@ -14,7 +14,7 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import read_copy_manifest
 from mpu_cli.lab.options.experiment import UNLEARN, USUAL
 from mpu_cli.observer import SILENT, Observer, PrefixedObserver
-from mpu_cli.options.command import BASE_AGAIN, KEYS, MODEL_CONFIG, Command, Opening, Report, Table
+from mpu_cli.options.command import BASE_AGAIN, KEYS, Command, Opening, Report, Table
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.publishing import Aggregating
 from mpu_cli.options.unlearning import Goal, Stopping, Unlearning
@@ -85,7 +85,6 @@ class Rehearse(Command):
     stopping: Stopping = group(Stopping, fold=UNLEARN)
     keys: Path = option(Path("keys.bin"), KEYS, metavar="FILE")
     base: str | None = option(None, BASE_AGAIN, metavar="MODEL")
-    model_config: Path | None = option(None, MODEL_CONFIG, metavar="FILE")
     opening: Opening = group(Opening)
 
     def run(self, observer: Observer = SILENT) -> Rehearsal:
@@ -96,7 +95,7 @@ class Rehearse(Command):
         from mpu_cli.protocol.updates import RehearsedStep, write_update
 
         keys = opened_keys(self.keys, self.opening, observer)
-        base = published_base(keys, self.base, self.model_config)
+        base = published_base(keys, self.base)
         with private_umask(), tempfile.TemporaryDirectory(prefix="mpu-") as scratch:
             unlearn = Unlearn(
                 copies=self.copies, unlearning=self.unlearning, goal=self.goal, stopping=self.stopping,

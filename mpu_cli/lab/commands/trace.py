@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar
 from mpu_cli.commands.secrets import opened_keys
 from mpu_cli.errors import UsageError
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.command import BASE_AGAIN, MODEL_CONFIG, Command, Opening, Report
+from mpu_cli.options.command import BASE_AGAIN, Command, Opening, Report
 from mpu_cli.options.declare import group, option
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ class Trace(Command):
         None, "Keys of a publication to look for (default: keys.bin; repeatable).", metavar="FILE"
     )
     base: str | None = option(None, BASE_AGAIN, metavar="MODEL")
-    model_config: Path | None = option(None, MODEL_CONFIG, metavar="FILE")
     public: str | None = option(
         None,
         "Public model that BASE was fine-tuned from: finds more in a mixture of it with a copy.",
@@ -81,7 +80,7 @@ class Trace(Command):
         for file in self.keys or [Path("keys.bin")]:
             keys = opened_keys(file, self.opening, observer)
             check_traceable(keys, str(file))
-            publications.append(PublicationKeys(str(file), keys, published_base(keys, self.base, self.model_config)))
+            publications.append(PublicationKeys(str(file), keys, published_base(keys, self.base)))
         if self.endpoint and self.texts:
             served = endpoint_at(self.endpoint, self.endpoint_model)
             result = trace_endpoint(served, publications, self.texts, observer=observer)

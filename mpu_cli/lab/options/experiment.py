@@ -49,9 +49,6 @@ class Experiment(Options):
         affects_result=False,
         in_files=False,
     )
-    min_cosine: float | None = option(
-        None, "Stop before the first round in which two copies' changes have a smaller cosine.", least=-1, below=1
-    )
     keep: bool = option(False, "Keep copies, deltas and the models between rounds.", affects_result=False)
     loss_reference: Literal["original", "round"] = option(
         "original",
