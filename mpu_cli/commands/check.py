@@ -357,7 +357,7 @@ def _scores(
     from mpu_cli.model.network import Answers
     from mpu_cli.records.encode import encoding_of
     from mpu_cli.records.forms import dialogues_of
-    from mpu_cli.training.job import check_finite, without_numbers
+    from mpu_cli.training.checks import check_finite, without_numbers
 
     @letting_go  # imported here, with torch, so what it decorates is here, too
     def score() -> dict[str, RecordScores]:

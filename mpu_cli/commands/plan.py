@@ -85,8 +85,8 @@ class Plan(Command):
         from mpu_cli.model.source import open_model
         from mpu_cli.protocol.noise import scheme_of
         from mpu_cli.records.read import read_records
+        from mpu_cli.training.checks import check_options
         from mpu_cli.training.data import Dataset
-        from mpu_cli.training.job import check_options
         from mpu_cli.training.rates import with_precision
         from mpu_cli.training.stopping import StoppingRule
 

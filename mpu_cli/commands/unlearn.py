@@ -32,28 +32,18 @@ if TYPE_CHECKING:
     from mpu_cli.measuring.generation import Shown
     from mpu_cli.training.data import Dataset
     from mpu_cli.training.ledger import RoundSchedule
-    from mpu_cli.training.requests import Continuation, Request, Source
+    from mpu_cli.training.requests import Continuation, Source
     from mpu_cli.training.stopping import StoppingRule
     from mpu_cli.training.unlearn import UnlearningResult
 
 
 @dataclass(frozen=True)
-class UnlearningTask:
-    """A copy, the path of its delta, the file of its reference probabilities, and the earlier change from which the
-    training continues."""
+class Unlearned:
+    """The outcome for one copy. ``result``: None if its delta was there already; ``record_warnings``: about records
+    that it was trained on and that are probably wrong."""
 
     copy: str
-    target: Path
-    reference_file: Path | None
-    start: Continuation | None = None
-
-
-@dataclass(frozen=True)
-class Unlearned:
-    """The outcome of one task. ``result``: None if its delta was there already; ``record_warnings``: about records that
-    it was trained on and that are probably wrong."""
-
-    task: UnlearningTask
+    delta: Path
     result: UnlearningResult | None
     answers: Sequence[Shown] = ()
     record_warnings: Sequence[str] = ()
@@ -66,14 +56,15 @@ class Unlearned:
 
 @dataclass(frozen=True)
 class UnlearnPlan:
-    """The trainings that ``command`` will carry out, one for each of ``tasks`` in turn."""
+    """The trainings that ``command`` will carry out, one on each copy in turn."""
 
     command: Unlearn
-    tasks: Sequence[UnlearningTask]
+    targets: Mapping[str, Path]  # of the deltas, by copy
     data: Dataset
     options: Unlearning
     stopping_rule: StoppingRule | None  # None for a number of epochs
     sources: Sequence[Source]  # of the records to forget: this request's, then earlier ones' on the same copies
+    continuations: Mapping[str, Continuation]  # by copy, of those that are trained from an earlier change
     notes: Path | None = None  # folder of the ledger and the note of requests, None for the user's configuration
 
     @property
@@ -85,24 +76,23 @@ class UnlearnPlan:
         """The path of the client's ledger or note of requests."""
         return default if self.notes is None else self.notes / default.name
 
-    def passes_over(self, task: UnlearningTask, opened: Path) -> bool:
-        """Whether --resume passes over ``task``, whose copy is ``opened``: its delta is there already.
+    def passes_over(self, copy: str, opened: Path) -> bool:
+        """Whether --resume passes over ``copy``, which is ``opened``: its delta is there already.
 
         Raises MpuError if the delta of something else is.
         """
         from mpu_cli.files.reader import open_checkpoint
 
-        if not self.command.logging.resume or self.command.force or not task.target.exists():
+        target = self.targets[copy]
+        if not self.command.logging.resume or self.command.force or not target.exists():
             return False
         origin = read_copy_manifest(opened) if opened.is_dir() else None
-        if origin is None or delta_manifest(open_checkpoint(task.target).metadata, task.target).origin != origin:
-            raise MpuError(
-                f"{task.target}: already exists, and is not the delta of {task.copy}", "use --force to replace it"
-            )
+        if origin is None or delta_manifest(open_checkpoint(target).metadata, target).origin != origin:
+            raise MpuError(f"{target}: already exists, and is not the delta of {copy}", "use --force to replace it")
         return True
 
     def carry_out(self, observer: Observer = SILENT) -> Iterator[Unlearned]:
-        """The outcome of each task, as soon as it is done.
+        """The outcome for each copy, as soon as it is done.
 
         With --resume, copies that have their delta are passed over.
         """
@@ -113,32 +103,30 @@ class UnlearnPlan:
 
         command = self.command
         if not command.logging.resume and process_count() == 1:  # before the first training, not after it
-            for task in self.tasks:
-                Transaction(force=command.force).check(task.target, task.target.is_dir())
+            for target in self.targets.values():
+                Transaction(force=command.force).check(target, target.is_dir())
         schedules: dict[tuple[str, int] | None, RoundSchedule] = {}  # by run and round, of the first copy
-        for task in self.tasks:
-            with opened_copy(task.copy, command.identity, observer) as source:
-                if self.passes_over(task, Path(source)):
-                    observer.note(f"{name_of_copy(task.copy)}: {task.target} is there already")
-                    yield Unlearned(task, None, record_warnings=self.warnings)
+        for copy, target in self.targets.items():
+            with opened_copy(copy, command.identity, observer) as source:
+                if self.passes_over(copy, Path(source)):
+                    observer.note(f"{name_of_copy(copy)}: {target} is there already")
+                    yield Unlearned(copy, target, None, record_warnings=self.warnings)
                     continue
                 manifest = read_copy_manifest(Path(source)) if Path(source).is_dir() else None
                 round_id = (manifest.run, manifest.round) if manifest else None
-                result = self._train(source, task, observer, schedules.get(round_id))
+                result = self._train(copy, source, observer, schedules.get(round_id))
                 if round_id and result.schedule:
                     schedules.setdefault(round_id, result.schedule)
-                self._note(task, manifest, result, observer)
+                self._note(copy, manifest, result, observer)
                 answers: Sequence[Shown] = ()
                 if command.show and result.is_main_process:
                     answers = answers_before_and_after(
-                        open_model(source, links=False), task.target, self.data.forget[: command.show],
+                        open_model(source, links=False), target, self.data.forget[: command.show],
                         self.options.prompts, self.options.training.device,
                     )  # fmt: skip
-            yield Unlearned(task, result, answers, self.warnings)
+            yield Unlearned(copy, target, result, answers, self.warnings)
 
-    def _note(
-        self, task: UnlearningTask, manifest: CopyManifest | None, result: UnlearningResult, observer: Observer
-    ) -> None:
+    def _note(self, copy: str, manifest: CopyManifest | None, result: UnlearningResult, observer: Observer) -> None:
         """Write the request down for the next one on the same copy, and for the check."""
         from mpu_cli.files.reader import fingerprint, open_checkpoint
         from mpu_cli.training.requests import (
@@ -154,8 +142,8 @@ class UnlearnPlan:
         command = self.command
         request = Request(
             run=manifest.run, round=manifest.round, copy=manifest.copy, copy_id=manifest.copy_id,
-            copy_path=str(Path(task.copy).absolute()), weights=result.weights, delta=str(task.target.absolute()),
-            change=fingerprint(open_checkpoint(task.target)), scale=result.schedule.scale,
+            copy_path=str(Path(copy).absolute()), weights=result.weights, delta=str(result.path.absolute()),
+            change=fingerprint(open_checkpoint(result.path)), scale=result.schedule.scale,
             sources=[*self.sources],
             options=options_to_note(self.options, command.goal, command.checks),
         )  # fmt: skip
@@ -175,29 +163,32 @@ class UnlearnPlan:
         except OSError as error:
             observer.warn(f"{path}: {error.strerror}; a further request on this copy has to name these records again")
 
-    def _train(
-        self, source: str, task: UnlearningTask, observer: Observer, schedule: RoundSchedule | None
-    ) -> UnlearningResult:
+    def _train(self, copy: str, source: str, observer: Observer, schedule: RoundSchedule | None) -> UnlearningResult:
+        """Train on ``copy``, which is opened at ``source``."""
         from mpu_cli.model.source import open_model
         from mpu_cli.training.execution import last_checkpoint
         from mpu_cli.training.ledger import default_ledger_path, own_client_secret
-        from mpu_cli.training.unlearn import unlearn
+        from mpu_cli.training.unlearn import UnlearningTask
 
-        command = self.command
+        command, target = self.command, self.targets[copy]
         stopping_rule = self.stopping_rule
         if stopping_rule and schedule:
             stopping_rule = replace(stopping_rule, schedule=schedule)
-        if task.reference_file:
-            task.reference_file.parent.mkdir(parents=True, exist_ok=True)
+        reference_file = command.reference_file
+        if reference_file and len(self.targets) > 1:
+            reference_file = reference_file / (name_of_copy(copy) + SUFFIX)
+        if reference_file:
+            reference_file.parent.mkdir(parents=True, exist_ok=True)
+        task = UnlearningTask(
+            open_model(source, links=False), self.data, self.options, target=target, force=command.force,
+            logging=command.logging, reference_file=reference_file, secret=own_client_secret,
+            ledger=self._path(default_ledger_path()), checks=command.checks, stopping_rule=stopping_rule,
+            start=self.continuations.get(copy), observer=observer,
+        )  # fmt: skip
         try:
-            return unlearn(
-                open_model(source, links=False), self.data, self.options, target=task.target, force=command.force,
-                logging=command.logging, reference_file=task.reference_file, secret=own_client_secret,
-                ledger=self._path(default_ledger_path()), checks=command.checks, stopping_rule=stopping_rule,
-                start=task.start, observer=observer,
-            )  # fmt: skip
+            return task.run()
         except (KeyboardInterrupt, Stopped):
-            resume_folder = task.target.with_name(f"{task.target.name}.resume")
+            resume_folder = target.with_name(f"{target.name}.resume")
             if command.logging.resume and last_checkpoint(resume_folder):
                 observer.note(f"checkpoints are kept in {resume_folder}: the same command goes on from the last one")
             elif command.logging.resume:
@@ -275,9 +266,15 @@ class Unlearn(Command):
         Trains until the goal is reached, unless a number of epochs or a privacy bound fixes the number of steps, or
         several processes share them. Raises UsageError if one file would be that of several copies, too.
         """
+        from mpu_cli.training.checks import check_logging, check_options, in_float32_if_private
         from mpu_cli.training.data import read_dataset, with_unseen
-        from mpu_cli.training.job import check_logging, check_options, in_float32_if_private
-        from mpu_cli.training.requests import earlier_requests, source_of
+        from mpu_cli.training.requests import (
+            default_requests_path,
+            earlier_requests,
+            latest_on,
+            read_requests,
+            source_of,
+        )
         from mpu_cli.training.stopping import StoppingRule, hold_out
 
         copies = [str(path) for path in paths_from(self.copies)]  # first: what writes them would find a closed pipe
@@ -295,28 +292,25 @@ class Unlearn(Command):
                 "--max-steps, --unseen, --goal and --round-schedule are for a training that stops when it is done",
                 "leave out --epochs and --dp epsilon, and use one process",
             )
-        tasks = self._tasks(copies)
+        targets = self._targets(copies)
         sources = [source_of(options, data.forget)]
-        latest = _latest_requests(tasks, sources[0])  # read in any case: damage shows before the training
+        manifests = {copy: read_copy_manifest(Path(copy)) if Path(copy).is_dir() else None for copy in copies}
+        # read in any case: damage shows before the training
+        latest = latest_on(read_requests(default_requests_path()), manifests, sources[0])
+        continuations: Mapping[str, Continuation] = {}
         if self.alone:
             latest = {}
         if stopping_rule and not options.privacy.public_records:
             earlier = earlier_requests(
-                latest, [task.copy for task in tasks], data.forget, with_change=options.lora.lora_rank is None,
-                observer=observer,
-            )  # fmt: skip
+                latest, copies, data.forget, with_change=options.lora.lora_rank is None, observer=observer
+            )
             if earlier:
                 sources += earlier.sources
                 data = replace(data, forget=[*data.forget, *earlier.records])
-                folder = f"request_{earlier.number}" if self.out is None else ""  # the earlier deltas stay
-                tasks = [
-                    replace(
-                        task,
-                        target=task.target.parent / folder / task.target.name,
-                        start=earlier.continuations[task.copy],
-                    )
-                    for task in tasks
-                ]
+                continuations = earlier.continuations
+                if self.out is None:  # the earlier deltas stay
+                    folder = f"request_{earlier.number}"
+                    targets = {copy: target.parent / folder / target.name for copy, target in targets.items()}
         elif latest:
             observer.warn(
                 "these copies have had earlier requests, which are only unlearned together with others by a training "
@@ -327,8 +321,9 @@ class Unlearn(Command):
         if options.privacy.dp_epsilon is not None:
             extension("private").check_opacus()
         return UnlearnPlan(
-            command=self, tasks=tasks, data=data, options=options, stopping_rule=stopping_rule, sources=sources
-        )
+            command=self, targets=targets, data=data, options=options, stopping_rule=stopping_rule, sources=sources,
+            continuations=continuations,
+        )  # fmt: skip
 
     def run(self, observer: Observer = SILENT) -> list[Unlearned]:
         """The deltas of all copies; warnings go to ``observer``."""
@@ -341,7 +336,7 @@ class Unlearn(Command):
         outcomes = []
         for outcome in plan.carry_out(observer):
             if outcome.result and outcome.result.is_main_process:
-                self._tell(outcome.task.copy, outcome.result, observer)
+                self._tell(outcome.copy, outcome.result, observer)
                 for answer in outcome.answers:
                     observer.show(str(answer))
             outcomes.append(outcome)
@@ -352,8 +347,8 @@ class Unlearn(Command):
             return Report([], None)  # the main process reports
         documents = [
             {
-                "copy": each.task.copy,
-                "delta": each.task.target,
+                "copy": each.copy,
+                "delta": each.delta,
                 **(each.result.facts(self.unlearning.algo) if each.result else {}),
                 "answers": [asdict(answer) for answer in each.answers],
                 "warnings": each.warnings,
@@ -365,7 +360,7 @@ class Unlearn(Command):
             "the copy: ask for a copy of the new one, and `mpu check` it"
         )
         document = documents[0] if len(documents) == 1 else {"deltas": documents}
-        return Report([each.task.target for each in outcomes], document)
+        return Report([each.delta for each in outcomes], document)
 
     def _tell(self, copy: str, result: UnlearningResult, observer: Observer) -> None:
         """The outcome of one copy."""
@@ -388,26 +383,23 @@ class Unlearn(Command):
                 f"{_spent_together(result.spent, result.earlier)}"
             )
 
-    def _tasks(self, copies: Sequence[str]) -> list[UnlearningTask]:
+    def _targets(self, copies: Sequence[str]) -> dict[str, Path]:
+        """The path of each copy's delta."""
         several, out, references = len(copies) > 1, self.out, self.reference_file
         if several and out is not None and Path(out).suffix == SUFFIX:
             raise UsageError(f"--out {out}: one file for {len(copies)} deltas", "name a directory")
         if several and references is not None and (references.is_file() or references.suffix == SUFFIX):
             raise UsageError(f"--reference-file {references}: one file for {len(copies)} copies", "name a directory")
-        tasks = []
+        targets: dict[str, Path] = {}
         for copy in copies:
             _check_not_records(copy)
             # With a separator at its end, it is a directory.
             folder = f"{out}{os.sep}" if several and out is not None else out
             target = delta_path(folder, copy, round_of_copy(Path(copy)))
-            reference = references / (name_of_copy(copy) + SUFFIX) if references and several else references
-            tasks.append(UnlearningTask(copy, target, reference))
-        targets = [task.target for task in tasks]
-        if duplicates := sorted({str(target) for target in targets if targets.count(target) > 1}):
-            raise UsageError(
-                f"{duplicates[0]}: would be the delta of two copies", "unlearn on them one after the other"
-            )
-        return tasks
+            if target in targets.values():
+                raise UsageError(f"{target}: would be the delta of two copies", "unlearn on them one after the other")
+            targets[copy] = target
+        return targets
 
     def preview(self, observer: Observer) -> Preview | Report:
         """The number of steps assumes one example a record; copies that have their delta are left out."""
@@ -415,18 +407,18 @@ class Unlearn(Command):
         from mpu_cli.files.writer import nbytes_of
         from mpu_cli.measuring.cost import training_cost
         from mpu_cli.model.source import open_model
+        from mpu_cli.training.checks import misfits, plan_privately
         from mpu_cli.training.delta import delta_specs
         from mpu_cli.training.execution import KEPT_CHECKPOINTS
-        from mpu_cli.training.job import misfits, plan_privately
         from mpu_cli.training.losses import objective_of
         from mpu_cli.training.rates import HARDLY_FORGETS, remarks_on_warmup
 
         plan = self.plan(observer)
         for warning in plan.warnings:
             observer.warn(warning)
-        if sealed := [task.copy for task in plan.tasks if Path(task.copy).is_file() and is_sealed(Path(task.copy))]:
+        if sealed := [copy for copy in plan.targets if Path(copy).is_file() and is_sealed(Path(copy))]:
             raise MpuError(f"{sealed[0]}: sealed, so it has to be opened first", "run it without --dry-run")
-        models = [open_model(task.copy, links=False) for task in plan.tasks]
+        models = [open_model(copy, links=False) for copy in plan.targets]
         for model in models:
             for warning in misfits(read_copy_manifest(model.folder, model.checkpoint.metadata), plan.options):
                 observer.warn(warning)
@@ -464,9 +456,9 @@ class Unlearn(Command):
         sets = {"to forget": plan.data.forget, "to keep": plan.data.retain}
         records = [(f"{counted(len(each), 'record')} {name}", None) for name, each in sets.items()]
         writes = []
-        for task, model in zip(plan.tasks, models, strict=True):
-            if not plan.passes_over(task, Path(task.copy)):
-                writes.append((task.target, nbytes_of(delta_specs(model, plan.options))))
+        for (copy, target), model in zip(plan.targets.items(), models, strict=True):
+            if not plan.passes_over(copy, Path(copy)):
+                writes.append((target, nbytes_of(delta_specs(model, plan.options))))
         if not writes:
             return Report(["all deltas are there already"], {"reads": [], "writes": []})
         return Preview(
@@ -476,16 +468,6 @@ class Unlearn(Command):
             memory=cost.memory.total,
             notes=notes,
         )
-
-
-def _latest_requests(tasks: Sequence[UnlearningTask], source: Source) -> dict[str, Request]:
-    """The last request on each copy before the one for the records of ``source``."""
-    from mpu_cli.training.requests import default_requests_path, latest_on, read_requests
-
-    manifests = {}
-    for task in tasks:
-        manifests[task.copy] = read_copy_manifest(Path(task.copy)) if Path(task.copy).is_dir() else None
-    return latest_on(read_requests(default_requests_path()), manifests, source)
 
 
 def _round_schedule(text: str) -> RoundSchedule:

@@ -36,10 +36,10 @@ from mpu_cli.model.source import open_model
 from mpu_cli.observer import Observer, PrefixedObserver
 from mpu_cli.options.unlearning import Checks, Logging, Unlearning
 from mpu_cli.subprocesses import python_command, safe_environment
+from mpu_cli.training.checks import check_options, refers_back
 from mpu_cli.training.data import Dataset
-from mpu_cli.training.job import check_options, refers_back
 from mpu_cli.training.ledger import default_ledger_path, own_client_secret
-from mpu_cli.training.unlearn import unlearn
+from mpu_cli.training.unlearn import UnlearningTask
 
 # A process of its own that unlearns on copies: a copy that crashes, hangs or fills it stops neither ``mpu watch`` nor
 # the copies after it.
@@ -253,11 +253,12 @@ def _answer(
             reference = task.references / origin.run / f"copy_{origin.copy}.safetensors"
             reference.parent.mkdir(parents=True, exist_ok=True)
         task.delta.parent.mkdir(parents=True, exist_ok=True)
-        result = unlearn(
+        training = UnlearningTask(
             model, data, options, target=task.delta, force=True, reference_file=reference,
             logging=Logging(resume=options.privacy.dp_epsilon is None),
             secret=own_client_secret, ledger=default_ledger_path(), checks=checks, observer=observer,
         )  # fmt: skip
+        result = training.run()
     if delta_manifest(open_checkpoint(task.delta).metadata, task.delta).origin != origin:
         raise MpuError(f"{task.copy}: another copy of this name was answered before")
     if result is None:

@@ -25,8 +25,8 @@ from mpu_cli.options.unlearning import Logging, Prompts, Training
 from mpu_cli.records.encode import Encoding, encoding_of
 from mpu_cli.records.forms import Record
 from mpu_cli.subprocesses import process_count
+from mpu_cli.training.checks import PRECISIONS, check_training
 from mpu_cli.training.execution import computing_in, in_precision
-from mpu_cli.training.job import PRECISIONS, check_training
 from mpu_cli.training.loop import NO_LOGGING, ExampleSet, Losses, schedule, seed_training, train
 from mpu_cli.training.losses import Algorithm, Constants, Objective
 from mpu_cli.training.rates import with_finetuning_rate, with_precision

@@ -53,14 +53,14 @@ from mpu_cli.protocol.round import Owner, plan_aggregate
 from mpu_cli.protocol.stream import CopySurvival
 from mpu_cli.records.read import read_records
 from mpu_cli.subprocesses import run_mpu
+from mpu_cli.training.checks import check_options, decisive_options, epochs_of, refers_back
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.delta import delta_specs
-from mpu_cli.training.job import check_options, decisive_options, epochs_of, refers_back
 from mpu_cli.training.ledger import client_secret
 from mpu_cli.training.losses import algorithm_named
 from mpu_cli.training.rates import with_rate
 from mpu_cli.training.stopping import StoppingRule
-from mpu_cli.training.unlearn import unlearn
+from mpu_cli.training.unlearn import UnlearningTask
 from mpu_cli.version import __version__
 
 # The modes of an experiment: what the server publishes, the number of rounds, and the learning rate.
@@ -395,7 +395,7 @@ class _Round:
         if self.experiment.launch:
             report = launch_unlearning(self.experiment.launch, unlearning, copy, target, reference_file)
         else:
-            result = unlearn(
+            task = UnlearningTask(
                 open_model(str(copy)),
                 self.rounds.data,
                 unlearning,
@@ -406,6 +406,7 @@ class _Round:
                 secret=lambda: client_secret(self.rounds.client / "client.key"),
                 observer=PrefixedObserver(self.observer, f"copy {k}", notes=False),
             )
+            result = task.run()
             losses = [asdict(step) for step in result.steps]
             report = {"norm": result.norm, "privacy": result.spent, "steps": losses, "warnings": result.warnings()}
         if report["privacy"]:

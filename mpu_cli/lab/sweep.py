@@ -51,8 +51,8 @@ from mpu_cli.options.declare import check_in_files, declared_options, flat, from
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.subprocesses import Ended, import_nothing_from_here, run_mpu, stop_running
 from mpu_cli.toml import read_toml
+from mpu_cli.training.checks import check_options
 from mpu_cli.training.data import read_dataset
-from mpu_cli.training.job import check_options
 from mpu_cli.version import __version__
 from mpu_cli.wording import few
 

@@ -18,9 +18,9 @@ from mpu_cli.errors import Diverged, UsageError
 from mpu_cli.model.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import Unlearning
+from mpu_cli.training.checks import check_options
 from mpu_cli.training.data import Dataset
-from mpu_cli.training.job import check_options
-from mpu_cli.training.unlearn import unlearn
+from mpu_cli.training.unlearn import UnlearningTask
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def _train(model: Model, data: Dataset, options: Unlearning, *, lr: float, epoch
     tried = replace(options, epochs=epochs, training=replace(options.training, lr=lr))
     with tempfile.TemporaryDirectory(prefix="mpu-") as scratch:
         try:
-            result = unlearn(model, data, tried, target=Path(scratch) / "delta.safetensors")
+            result = UnlearningTask(model, data, tried, target=Path(scratch) / "delta.safetensors").run()
         except Diverged:
             return Trial(
                 lr, epochs, forget_rise=0.0, retain_rise=2 * max_rise, within=False,

@@ -27,16 +27,16 @@ from mpu_cli.protocol.stream import BUFFERS
 from mpu_cli.records.encode import Encoding, Example, answer_tokens
 from mpu_cli.records.forms import Record
 from mpu_cli.training import lora
+from mpu_cli.training.checks import PRECISIONS, check_options, epochs_of
 from mpu_cli.training.data import Dataset, encoded_sets
 from mpu_cli.training.delta import change_of, delta_specs, stored_specs
 from mpu_cli.training.execution import in_precision
-from mpu_cli.training.job import PRECISIONS, check_options, epochs_of
 from mpu_cli.training.loop import schedule
 from mpu_cli.training.losses import Objective
 from mpu_cli.training.optimizers import OPTIMIZERS
 from mpu_cli.training.rates import records_at_once, usual_rate, with_epochs, with_precision, with_rate
 from mpu_cli.training.stopping import StoppingRule
-from mpu_cli.training.unlearn import unlearn
+from mpu_cli.training.unlearn import UnlearningTask
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,8 @@ def seconds_of_step(copy: Model, data: Dataset, options: Unlearning) -> float:
     size, clock = options.training.batch_size, _Clock()
     data = replace(data, forget=data.forget[:size])
     with private_scratch() as folder:
-        unlearn(copy, data, replace(options, epochs=2), target=folder / "delta.safetensors", observer=clock)
+        options = replace(options, epochs=2)
+        UnlearningTask(copy, data, options, target=folder / "delta.safetensors", observer=clock).run()
     return clock.times[-1] - clock.times[-2]
 
 
@@ -116,7 +117,7 @@ class TrainingCost:
 def training_cost(
     copy: Model, data: Dataset, options: Unlearning, stopping_rule: StoppingRule | None = None
 ) -> TrainingCost:
-    """The cost of ``unlearn``; with a ``stopping_rule``, of the most steps that it allows.
+    """The cost of an ``UnlearningTask``; with a ``stopping_rule``, of the most steps that it allows.
 
     Raises MpuError if the model has no tokenizer or a record cannot be read, UsageError for options that do not go
     together.
@@ -220,7 +221,7 @@ def largest_work(sets: Mapping[str, Sequence[Example]], options: Unlearning, obj
 def peak_memory(
     copy: Model, options: Unlearning, objective: Objective, work: Work, bare: PreTrainedModel | None = None
 ) -> Memory:
-    """The peak of ``unlearn`` on ``copy``; ``bare`` is its skeleton, where there is one already.
+    """The peak of unlearning on ``copy``; ``bare`` is its skeleton, where there is one already.
 
     Raises MpuError if transformers does not know the model.
     """

@@ -7,47 +7,51 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import KW_ONLY, asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from mpu_cli.errors import Diverged, MpuError
+from mpu_cli.errors import Diverged, MpuError, UsageError
 from mpu_cli.files.boundary import private_folder, private_umask, read_json_object
-from mpu_cli.files.manifest import DeltaManifest, as_metadata, delta_facts, name_of_copy
+from mpu_cli.files.manifest import DeltaManifest, as_metadata, delta_facts, name_of_copy, read_copy_manifest
 from mpu_cli.files.reader import LOST_TO_ROUNDING, fingerprint, open_checkpoint
 from mpu_cli.files.resumption import write_atomically
 from mpu_cli.files.transaction import Transaction
-from mpu_cli.files.writer import CheckpointWriter
-from mpu_cli.model.device import memory_in_mind
-from mpu_cli.model.load import letting_go, load, vocabulary_size
+from mpu_cli.files.writer import MAX_SHARD, CheckpointWriter, nbytes_of
+from mpu_cli.model.device import device_of, memory_in_mind, processes_of
+from mpu_cli.model.load import letting_go, load, load_once_per_host, vocabulary_size
 from mpu_cli.model.network import Answers
 from mpu_cli.model.source import Model, open_model
-from mpu_cli.model.tensors import in_memory
+from mpu_cli.model.tensors import in_memory, share_in_4_bits
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import flat
-from mpu_cli.options.unlearning import Checks, Logging, Training, Unlearning
+from mpu_cli.options.unlearning import AUTO, Checks, Logging, Training, Unlearning
 from mpu_cli.plugins import extension
 from mpu_cli.records.encode import Example
-from mpu_cli.training.copycheck import against_others, against_public, refuse, traps
-from mpu_cli.training.data import Dataset, Encoded, encoded_sets, records_digest
-from mpu_cli.training.delta import training_tag, write_changes
-from mpu_cli.training.execution import Checkpoints, computing_in, from_first, step_of
-from mpu_cli.training.job import (
+from mpu_cli.subprocesses import process_count
+from mpu_cli.training.checks import (
     PRECISIONS,
-    LoadedCopy,
-    TrainingJob,
+    check_finite,
+    check_logging,
+    check_options,
+    check_reference_file,
+    check_suits,
     decisive_options,
-    digest_of_training,
-    entry_of,
     epochs_of,
-    load_copy,
-    prepare_job,
+    in_float32_if_private,
+    misfits,
+    plan_privately,
     without_numbers,
 )
+from mpu_cli.training.copycheck import against_others, against_public, refuse, traps
+from mpu_cli.training.data import Dataset, Encoded, encoded_sets, record_tags, records_digest
+from mpu_cli.training.delta import change_of, stored_specs, training_tag, write_changes
+from mpu_cli.training.execution import Checkpoints, computing_in, from_first, in_precision, step_of
 from mpu_cli.training.ledger import (
     LedgerEntry,
     RoundSchedule,
@@ -60,7 +64,7 @@ from mpu_cli.training.ledger import (
 )
 from mpu_cli.training.loop import NO_LOGGING, ExampleSet, Losses, TrainingStep, schedule, seed_training, train
 from mpu_cli.training.losses import ALGORITHMS
-from mpu_cli.training.rates import scored_at_once, with_rate
+from mpu_cli.training.rates import scored_at_once, with_epochs, with_precision, with_rate
 from mpu_cli.training.reference import Reference, freeze, load_references, save_references
 from mpu_cli.training.requests import Continuation
 from mpu_cli.training.stopping import EarlyStopping, Scorer, StepScores, StoppingRule, pulling_level, spread
@@ -83,7 +87,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class UnlearningResult:
-    """The result of ``unlearn``: the delta, the losses of the steps taken by this call, the norm of what was written.
+    """The delta, the losses of the steps taken by this call, the norm of what was written.
 
     ``before`` and ``after`` are measured on the same records; None if several processes trained together.
     """
@@ -187,300 +191,470 @@ ADVICE = (  # if memory runs out
 )
 
 
-@letting_go
-def unlearn(
-    copy: Model,
-    data: Dataset,
-    options: Unlearning,
-    *,
-    target: Path,
-    force: bool = False,
-    logging: Logging = NO_LOGGING,
-    reference_file: Path | None = None,
-    secret: Callable[[], bytes] | None = None,
-    ledger: Path | None = None,
-    checks: Checks | None = None,
-    stopping_rule: StoppingRule | None = None,
-    start: Continuation | None = None,
-    observer: Observer = SILENT,
-) -> UnlearningResult:
-    """Unlearn ``data`` on ``copy`` and write its change to ``target``: of every weight, or the factors of LoRA.
+@dataclass
+class UnlearningTask:
+    """Unlearning ``data`` on ``copy`` and writing its change to ``target``: of every weight, or the factors of LoRA.
 
-    ``copy`` may be any causal model; the delta of one that is not a copy belongs to no run. ``reference_file`` keeps
-    the reference model's probabilities from round 1 for later rounds. ``secret`` gives the client's secret, for the tag
-    from which the server sees whether copies were trained alike. A training is written down in ``ledger`` before any
-    record meets the model. With ``checks``, the model is looked at for signs that it was built to carry records out.
-    ``stopping_rule`` trains until the records are forgotten and the others kept, in place of a number of epochs;
-    ``start`` is an earlier change of the same copy, from which the training goes on. Under ``accelerate launch`` every
-    process calls this, and the first writes. Raises UsageError for options that do not go together; MpuError if the
-    model or its tokenizer cannot be used, or training diverged.
+    ``copy`` may be any causal model; the delta of one that is not a copy belongs to no run. Under ``accelerate launch``
+    every process runs the task, and the first writes. A task is run once: its methods, in the order in which ``run``
+    calls them, settle what the fields leave open, such as the precision and the level of the loss.
     """
-    job = prepare_job(
-        copy, data, options, target=target, logging=logging, reference_file=reference_file, secret=secret,
-        ledger=ledger, checks=checks, stopping_rule=stopping_rule, start=start, observer=observer,
-    )  # fmt: skip
-    training, privacy = job.options.training, job.options.privacy
-    losses: list[Losses] = []
 
-    def record(step: Losses, _: int) -> None:
-        losses.append(step)
-        retain_text = "" if step.retain_term is None else f" retain {step.retain_term:.3f}"
-        observer.advance(1, f"loss {step.loss:.3f} = forget {step.forget_term:.3f}{retain_text}")
+    copy: Model
+    data: Dataset
+    options: Unlearning
+    _: KW_ONLY
+    target: Path
+    force: bool = False
+    logging: Logging = NO_LOGGING
+    reference_file: Path | None = None  # keeps the reference model's probabilities from round 1 for later rounds
+    secret: Callable[[], bytes] | None = None  # the client's, for the tag that shows whether copies were trained alike
+    ledger: Path | None = None  # in which the training is written down before any record meets the model
+    checks: Checks | None = None  # for signs that the model was built to carry records out
+    stopping_rule: StoppingRule | None = None  # in place of a number of epochs
+    start: Continuation | None = None  # an earlier change of the same copy, from which the training continues
+    observer: Observer = SILENT
 
-    with (
-        private_umask(),
-        memory_in_mind(ADVICE),
-        seed_training(training),
-        computing_in(training.precision, PRECISIONS[training.precision]),
-        Transaction(force=force) as transaction,
-    ):
-        loaded = load_copy(job, transaction)
-        entry, earlier = _register(job, loaded)  # before any record meets the model: what fails on one tells about it
-        model, tokenizer = loaded.model, loaded.tokenizer
-        encoded, record_numbers = encoded_sets(model, tokenizer, data, job.options, observer=observer)
-        signs = _signs(job, loaded, encoded)
-        sets = _with_references(job, model, encoded)
-        rule = job.stopping_rule
-        if rule and not rule.schedule and entry:  # the first copy of a round leads, the others follow
-            job = replace(job, stopping_rule=replace(rule, schedule=schedule_of_round(entry, earlier)))
-        steps, training = _plan_steps(job, loaded, sets)  # the job's options keep --lr auto, as they identify it
-        checkpoints, steps_done = _open_checkpoints(job, loaded, len(steps))
-        to_train = loaded.change.wrap(model)
-        observer.stage("measure", 1, "done")
-        before, probabilities = None, None
-        if job.is_alone:
-            before, probabilities = measure(to_train, sets, job.options, is_frozen=not job.read_reference)
-        _inspect_copy(job, signs, entry, before)
-        early_stopping, job = _early_stopping(job, to_train, sets, before, probabilities)
-        if start and start.delta:
-            _go_on_from(start.delta, start, to_train)
-        if early_stopping and checkpoints and steps_done:
-            early_stopping.resume(checkpoints.of_step(steps_done))
-        observer.stage(f"unlearn {name_of_copy(copy.source)}", len(steps), "steps")
-        observer.advance(steps_done)
-        spent, trained = None, to_train
-        if loaded.private:
-            private = loaded.private.of_examples(record_numbers)
-            spent = extension("private").train_privately(
-                to_train, sets, job.objective, training, privacy=privacy, planned=private, on_step=record
-            )
-            spendings = [spending for other in earlier for spending in other.spendings(privacy.dp_unit)]
-            spendings.append(private.mechanism)
-            spent["epsilon_of_ledger"] = extension("accounting").composed_epsilon(
-                spendings, privacy.dp_delta, privacy.dp_neighbours
-            )
-        else:
-            trained = train(
-                to_train, steps, sets, job.objective, training, logging=logging, checkpoints=checkpoints,
-                on_step=record, warn=observer.warn, early_stopping=early_stopping,
-            )  # fmt: skip
-        scores, round_schedule = _finish(job, early_stopping, trained, entry, steps_done + len(losses))
-        observer.stage("measure again", 1, "done")
-        after = measure(trained, sets, job.options)[0] if job.is_alone else None
-        # Under DP a delta leaves whatever one record does to the loss: its absence would tell.
-        if after and loaded.private is None and not math.isfinite(after.forget):
-            raise Diverged("the loss on the records is")
-        observer.stage("write the delta", 1, "done")
-        norm, rounding = _write_delta(job, loaded, trained, _tags(job, loaded, round_schedule))
-    if checkpoints and job.is_main_process:
-        shutil.rmtree(checkpoints.folder)
-    return UnlearningResult(
-        path=target, steps=losses, norm=norm, is_main_process=job.is_main_process, spent=spent, before=before,
-        after=after, rounding=rounding, earlier=len(earlier), rate=float(training.lr),
-        resumed_after=steps_done, scores=scores, schedule=round_schedule, weights=loaded.fingerprint,
-    )  # fmt: skip
+    @letting_go
+    def run(self) -> UnlearningResult:
+        """Train, and write the delta. Raises UsageError for options that do not go together; MpuError if the model or
+        its tokenizer cannot be used, or training diverged."""
+        self._prepare()
+        training, privacy = self.options.training, self.options.privacy
+        losses: list[Losses] = []
 
+        def record(step: Losses, _: int) -> None:
+            losses.append(step)
+            retain_text = "" if step.retain_term is None else f" retain {step.retain_term:.3f}"
+            self.observer.advance(1, f"loss {step.loss:.3f} = forget {step.forget_term:.3f}{retain_text}")
 
-def _register(job: TrainingJob, loaded: LoadedCopy) -> tuple[LedgerEntry | None, Sequence[LedgerEntry]]:
-    """Write the training down in the ledger, if there is one; without it, no training has a budget. The training's
-    entry, None if it has none, and those before it."""
-    if not job.is_main_process or not job.ledger:
-        return None, ()
-    privacy = job.options.privacy
-    try:
-        entry = entry_of(job, loaded)
-        earlier = write_down(
-            job.ledger, entry, delta=privacy.dp_delta, budget=privacy.dp_budget, neighbours=privacy.dp_neighbours,
-            trusted=job.checks is None or job.checks.trust_copy,
+        with (
+            private_umask(),
+            memory_in_mind(ADVICE),
+            seed_training(training),
+            computing_in(training.precision, PRECISIONS[training.precision]),
+            Transaction(force=self.force) as transaction,
+        ):
+            model, tokenizer = self._load(transaction)  # in no attribute, which would keep them after the training
+            entry, earlier = self._register()  # before any record meets the model: what fails on one tells about it
+            encoded, record_numbers = encoded_sets(model, tokenizer, self.data, self.options, observer=self.observer)
+            signs = self._signs(model, tokenizer, encoded)
+            sets = self._with_references(model, encoded)
+            rule = self.stopping_rule
+            if rule and not rule.schedule and entry:  # the first copy of a round leads, the others follow
+                self.stopping_rule = replace(rule, schedule=schedule_of_round(entry, earlier))
+            steps, training = self._plan_steps(sets)  # the options keep --lr auto, as they identify the training
+            checkpoints, steps_done = self._open_checkpoints(len(steps))
+            to_train = self.change.wrap(model)
+            self.observer.stage("measure", 1, "done")
+            before, probabilities = None, None
+            if self.is_alone:
+                before, probabilities = measure(to_train, sets, self.options, is_frozen=not self.read_reference)
+            self._inspect_copy(signs, entry, before)
+            early_stopping = self._settle_level(to_train, sets, before, probabilities)
+            if self.start and self.start.delta:
+                self._add_earlier_change(self.start, self.start.delta, to_train)
+            if early_stopping and checkpoints and steps_done:
+                early_stopping.resume(checkpoints.of_step(steps_done))
+            self.observer.stage(f"unlearn {name_of_copy(self.copy.source)}", len(steps), "steps")
+            self.observer.advance(steps_done)
+            spent, trained = None, to_train
+            if self.private:
+                private = self.private.of_examples(record_numbers)
+                spent = extension("private").train_privately(
+                    to_train, sets, self.objective, training, privacy=privacy, planned=private, on_step=record
+                )
+                spendings = [spending for other in earlier for spending in other.spendings(privacy.dp_unit)]
+                spendings.append(private.mechanism)
+                spent["epsilon_of_ledger"] = extension("accounting").composed_epsilon(
+                    spendings, privacy.dp_delta, privacy.dp_neighbours
+                )
+            else:
+                trained = train(
+                    to_train, steps, sets, self.objective, training, logging=self.logging, checkpoints=checkpoints,
+                    on_step=record, warn=self.observer.warn, early_stopping=early_stopping,
+                )  # fmt: skip
+            scores, round_schedule = None, None
+            if early_stopping:
+                scores, round_schedule = early_stopping.finish(trained, steps_done + len(losses))
+                self._write_schedule(entry, round_schedule)
+            self.observer.stage("measure again", 1, "done")
+            after = measure(trained, sets, self.options)[0] if self.is_alone else None
+            # Under DP a delta leaves whatever one record does to the loss: its absence would tell.
+            if after and self.private is None and not math.isfinite(after.forget):
+                raise Diverged("the loss on the records is")
+            self.observer.stage("write the delta", 1, "done")
+            norm, rounding = self._write_delta(trained, self._tags(round_schedule))
+        if checkpoints and self.is_main_process:
+            shutil.rmtree(checkpoints.folder)
+        return UnlearningResult(
+            path=self.target, steps=losses, norm=norm, is_main_process=self.is_main_process, spent=spent, before=before,
+            after=after, rounding=rounding, earlier=len(earlier), rate=float(training.lr),
+            resumed_after=steps_done, scores=scores, schedule=round_schedule, weights=self.fingerprint,
         )  # fmt: skip
-    except OSError as error:
-        if privacy.dp_epsilon is not None:
-            raise MpuError(f"{job.ledger}: cannot be written: {error.strerror}, so no budget holds") from error
-        job.observer.warn(f"{job.ledger}: {error.strerror}; this training is not in your ledger")
-        return None, ()
-    return entry, earlier
 
-
-def _signs(job: TrainingJob, loaded: LoadedCopy, encoded: Encoded) -> list[str]:
-    """Signs in the copy itself that it was built to carry records out, as far as the checks look for them."""
-    signs: list[str] = []
-    checks, data = job.checks, job.data
-    if checks and job.is_alone:
-        job.observer.stage("check the copy", 1, "done")
-        # Under DP from the weights alone: whether the copy is refused would tell what the records hold.
-        looked_at = None
-        if not loaded.private:
-            looked_at = [example for set_examples, _ in encoded.values() for example in set_examples]
-        signs += traps(job.copy, loaded.model, looked_at, len(data.forget) + len(data.retain))
-    elif checks:
-        signs.append("several processes train it, so its units were not looked at for traps")
-    if checks and job.public and job.is_main_process:
-        texts = []
-        if not loaded.private:
-            for record in data.records:
-                for turn in (*record.turns, record.answer_turn):
-                    if turn.content:
-                        texts.append(turn.content)
-        signs += against_public(job.copy, loaded.tokenizer, open_model(job.public), texts)
-    return signs
-
-
-def _with_references(job: TrainingJob, model: PreTrainedModel, encoded: Encoded) -> dict[str, ExampleSet]:
-    """Each set with what the frozen copy says of it.
-
-    That is ``model`` or, if the job reads it, round 1's, from the reference file; else it is kept in that file, if
-    there is one, for later rounds.
-    """
-    options, origin, file = job.options, job.manifest, job.reference_file
-    reference_outputs = {name: output_kind for name, (_, output_kind) in encoded.items()}
-    # Of the records and of what prints them, not of their tokens, which the copy's tokenizer makes: see records_digest.
-    texts = json.dumps([records_digest(job.data), flat(options.prompts)], default=str)
-    facts: dict[str, object] = {  # what has to be the same when the file is read again
-        "run": origin.run if origin else None,
-        "copy": origin.copy if origin else None,
-        "records": hashlib.sha256(texts.encode()).hexdigest(),
-        "reading_context": job.copy.reading_context,
-    }
-    if not job.read_reference or (origin and origin.round == 1):  # later rounds have other copies
-        facts["copy_id"] = origin.copy_id if origin else None
-    facts["asks"] = reference_outputs
-
-    def make_references() -> dict[str, Reference]:
-        if file and job.read_reference:
-            loaded_references = load_references(file, reference_outputs, facts)
-            job.observer.note(f"the reference model's probabilities are read from {file}")
-            return loaded_references
-        batch_size = scored_at_once(options.training, model.device)
-        layer, seed = job.objective.constants.layer, options.training.seed
-        references = {
-            name: freeze(model, examples, output_kind, layer=layer, batch_size=batch_size, seed=seed)
-            for name, (examples, output_kind) in encoded.items()
-        }
-        if file:
-            save_references(file, references, facts)
-        return references
-
-    references = from_first(make_references)
-    device = PartialState().device if PartialState().num_processes > 1 else model.device
-    return {name: ExampleSet(examples, references[name].on(device)) for name, (examples, _) in encoded.items()}
-
-
-def _plan_steps(
-    job: TrainingJob, loaded: LoadedCopy, sets: Mapping[str, ExampleSet]
-) -> tuple[list[TrainingStep], Training]:
-    """The examples of each step, and the training's options with a learning rate."""
-    forget = len(sets["forget"].examples)
-    retain = len(sets["retain"].examples) if "retain" in sets else 0
-    training = job.options.training
-    epochs, limit = epochs_of(job.options), None
-    if job.stopping_rule:
-        limit = job.stopping_rule.limit(forget, training.batch_size)
-        steps_per_epoch = -(-forget // training.batch_size)
-        epochs = -(-limit // steps_per_epoch)
-    steps = schedule(
-        forget, retain, epochs=epochs, batch_size=training.batch_size, seed=training.seed,
-        retain_per_forget=job.objective.algorithm.retain_per_forget,
-    )[:limit]  # fmt: skip
-    trained_weights = sum(math.prod(shape) for _, shape in loaded.specs.values())
-    # Under DP the planned number: how many records the copy's template accepts would leak through the rate.
-    count = loaded.private.mechanism.steps if loaded.private else len(steps)
-    return steps, with_rate(job.options, trained_weights, count)
-
-
-def _open_checkpoints(job: TrainingJob, loaded: LoadedCopy, total_steps: int) -> tuple[Checkpoints | None, int]:
-    """The checkpoints of --resume, None without it, and how many steps were taken before. Raises MpuError if those that
-    are there are of another training."""
-    if not job.logging.resume:
-        return None, 0
-    checkpoints = Checkpoints(
-        folder=job.target.with_name(f"{job.target.name}.resume"),
-        secret=(job.secret or own_client_secret)(),
-        training=from_first(lambda: digest_of_training(job, loaded)),  # which alone has the weights' fingerprint
-    )
-    if job.is_main_process:
-        note = private_folder(checkpoints.folder.absolute()) / "mpu-resume.json"
-        if not note.exists():
-            write_atomically(note, json.dumps({"sha256": checkpoints.training}))
-        elif read_json_object(note, links=False).get("sha256") != checkpoints.training:
+    def _prepare(self) -> None:
+        """Check what can be checked before the model is loaded. Raises MpuError for processes that cannot reach each
+        other, UsageError for DP-SGD on several."""
+        options, rule, observer = self.options, self.stopping_rule, self.observer
+        self.objective = check_options(options, rule.goal if rule else None)
+        options = in_float32_if_private(options, observer)
+        if rule is None:
+            options = with_epochs(options, len(self.data.forget))
+        if options.training.precision == AUTO:
+            options = replace(options, training=with_precision(options.training, self.copy))
+            if options.training.precision == "mixed":
+                observer.note(
+                    "this processor is fast in bfloat16, so layers compute in it; not with --precision float32"
+                )
+        check_logging(self.logging, options.privacy)
+        load_once_per_host()
+        # Without a GPU, "auto" means the CPU for the processes' communication, too.
+        processes = processes_of(device_of(options.training.device))
+        if process_count() != processes.num_processes:
             raise MpuError(
-                f"{checkpoints.folder}: holds checkpoints of a different copy, records or options",
-                "remove it to start over",
+                f"started as one of {process_count()} processes, which cannot reach each other "
+                f"({processes.num_processes} here)",
+                "start them with torchrun or accelerate launch",
             )
-    last_checkpoint = from_first(checkpoints.last)
-    steps_done = step_of(last_checkpoint) if last_checkpoint else 0
-    if last_checkpoint:
-        job.observer.note(f"resuming after step {steps_done} of {total_steps}")
-    return checkpoints, steps_done
-
-
-def _inspect_copy(job: TrainingJob, signs: list[str], entry: LedgerEntry | None, before: Measured | None) -> None:
-    """Write the losses down, and note if no check of the copy found anything. Raises MpuError for signs that it was
-    built to carry records out, and for losses that are not finite, but not under DP: which records they are of would
-    tell what those hold."""
-    has_losses = before is not None and math.isfinite(before.forget + (before.retain or 0.0))
-    if before and not has_losses and job.options.privacy.dp_epsilon is None:
-        raise without_numbers(job.copy)
-    if job.ledger and entry and before and has_losses:
-        write_losses(job.ledger, entry.identity, before.forget, before.retain)
-        if job.checks and job.options.privacy.dp_epsilon is None:
-            signs = signs + against_others(entry, asdict(before), read_ledger(job.ledger))
-    if not job.checks:
-        return
-    refuse(signs, job.copy.source, job.checks.trust_copy, job.observer)
-    if not signs:
-        compared = f", and its structure is that of {job.public}" if job.public else ""
-        job.observer.note(
-            f"checked: nothing shows that {name_of_copy(job.copy.source)} was built to carry records out{compared} "
-            "(docs/protection.md says what such checks miss)"
+        if options.privacy.dp_epsilon is not None and processes.num_processes > 1:
+            raise UsageError("--dp epsilon does not work with several processes")
+        self.is_main_process = processes.is_main_process
+        self.is_alone = processes.num_processes == 1  # of several, none has the whole model
+        manifest = self.manifest = read_copy_manifest(self.copy.folder, self.copy.checkpoint.metadata)
+        if manifest:  # each round has its own order of the records, all copies of it the same
+            # numpy, which transformers seeds too, takes 32 bits.
+            seed = (options.training.seed + manifest.round - 1) % 2**32
+            options = replace(options, training=replace(options.training, seed=seed))
+        for warning in misfits(manifest, options):
+            observer.warn(warning)
+        self.read_reference = self.reference_file is not None and check_reference_file(
+            self.reference_file, manifest, options, self.objective
         )
+        self.options = options
+        processes.wait_for_everyone()  # all look for the reference file before the first one writes it
 
+    def _load(self, transaction: Transaction) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Load the copy and find out, before hours of training, whether its delta can be written."""
+        copy, options, training = self.copy, self.options, self.options.training
+        dtype = PRECISIONS[training.precision]
+        model, tokenizer = load(copy, dtype, training.device, training.attention, options.lora.quantize)
+        in_precision(model, training.precision)
+        if options.lora.quantize:
+            self.observer.note(f"{share_in_4_bits(model):.0%} of the weights are held in 4 bits")
+        self.change = change_of(options, model, copy.checkpoint, dtype)
+        self.specs = stored_specs(self.change, model, options)
+        self.output: Path | None = None  # what the change is written to by the main process
+        if self.is_main_process:
+            self.output = transaction.add(self.target, directory=nbytes_of(self.specs) > MAX_SHARD)
+        if self.is_alone:
+            check_finite(model, copy)
+        check_suits(model, tokenizer, self.data, options, self.objective)
+        if options.prompts.template is None and not tokenizer.chat_template:
+            self.observer.note("the copy's tokenizer has no chat template: records are read as 'Question: … Answer: …'")
+        self.private: Any = None  # the plan of DP-SGD, None without it
+        if options.privacy.dp_epsilon is not None:
+            extension("private").check_opacus()
+            if any(".experts." in name for name in self.change.trainable_names(model)):
+                raise UsageError(
+                    "--dp epsilon: experts have no gradients for each record",
+                    "use --lora rank with --lora targets that leave the experts out",
+                )
+            self.private = plan_privately(self.data, options, self.objective)
+        needs_fingerprint = self.is_main_process and (self.ledger or self.logging.resume or self.start)
+        self.fingerprint = fingerprint(copy.checkpoint) if needs_fingerprint else ""  # of the copy's weights
+        if self.start and self.start.weights != self.fingerprint:
+            raise MpuError(
+                f"{copy.source}: has the name of a copy that you trained on before, and other weights",
+                "nothing was trained; ask its owner, or use --alone",
+            )
+        return model, tokenizer
 
-def _early_stopping(
-    job: TrainingJob,
-    to_train: PreTrainedModel,
-    sets: Mapping[str, ExampleSet],
-    before: Measured | None,
-    probabilities: Sequence[float] | None,
-) -> tuple[EarlyStopping | None, TrainingJob]:
-    """What ends the training once it is done, None for one of a number of epochs; ``job`` with the level of its loss.
+    def _register(self) -> tuple[LedgerEntry | None, Sequence[LedgerEntry]]:
+        """Write the training down in the ledger, if there is one; without it, no training has a budget. The training's
+        entry, None if it has none, and those before it."""
+        if not self.is_main_process or not self.ledger:
+            return None, ()
+        options, privacy, records = self.options, self.options.privacy, records_digest(self.data)
+        reading_context, rule, manifest = self.copy.reading_context, self.stopping_rule, self.manifest
+        training = _digest([reading_context, records, decisive_options(options), rule and rule.facts()])
+        try:
+            entry = LedgerEntry(
+                identity=_digest([self.fingerprint, training]), run=manifest.run if manifest else "",
+                round=manifest.round if manifest else 0, copy=manifest.copy if manifest else 0,
+                weights=self.fingerprint, algorithm=options.algo, records=len(self.data.records),
+                mechanism=self.private.mechanism if self.private else None, data=records,
+                reading_context=reading_context, public=privacy.public_records, unit=privacy.dp_unit,
+                training=training,
+                tags=record_tags(self.data.records, own_client_secret()) if self.private else (),
+            )  # fmt: skip
+            earlier = write_down(
+                self.ledger, entry, delta=privacy.dp_delta, budget=privacy.dp_budget, neighbours=privacy.dp_neighbours,
+                trusted=self.checks is None or self.checks.trust_copy,
+            )  # fmt: skip
+        except OSError as error:
+            if privacy.dp_epsilon is not None:
+                raise MpuError(f"{self.ledger}: cannot be written: {error.strerror}, so no budget holds") from error
+            self.observer.warn(f"{self.ledger}: {error.strerror}; this training is not in your ledger")
+            return None, ()
+        return entry, earlier
 
-    The level comes from how probable answers are that a model does not know, and from the noise of the copy; for a
-    number of epochs, it is the usual one or, where the copy does not know the records, one that pulls all the same.
-    """
-    options, algorithm, constants = job.options, job.objective.algorithm, job.objective.constants
-    has_level = "level" in algorithm.constant_names
-    early_stopping = None
-    if job.stopping_rule:
-        at_once = scored_at_once(options.training, to_train.device)
-        public = None
-        examples = {name: each.examples for name, each in sets.items()}
-        if job.public is not None:
-            job.observer.stage("score the public model", 1, "done")
-            public = probabilities_under(job.public, examples["forget"], at_once, options.training.device)
-        scorer = Scorer(to_train, examples, at_once, public, job.stopping_rule.goal.max_left, probabilities)
-        noise = job.manifest.noise if job.manifest else 0.0
-        early_stopping = EarlyStopping(
-            to_train, scorer, job.stopping_rule, noise, level=options.loss.level, alpha=constants.alpha,
-            faithful_alpha=algorithm.faithful_alpha if options.loss.alpha is None else None,
-            seed=options.training.seed, observer=job.observer,
-        )  # fmt: skip
-        constants = replace(constants, alpha=early_stopping.alpha)
-        if has_level:
-            constants = replace(constants, level=early_stopping.level)
-    # Not under DP, where the level would leak what the copy knows.
-    elif has_level and before and options.loss.level is None and options.privacy.dp_epsilon is None:
-        constants = replace(constants, level=pulling_level(constants.level, before.forget))
-    return early_stopping, replace(job, objective=replace(job.objective, constants=constants))
+    def _signs(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, encoded: Encoded) -> list[str]:
+        """Signs in the copy itself that it was built to carry records out, as far as the checks look for them."""
+        signs: list[str] = []
+        checks, data = self.checks, self.data
+        if checks and self.is_alone:
+            self.observer.stage("check the copy", 1, "done")
+            # Under DP from the weights alone: whether the copy is refused would tell what the records hold.
+            looked_at = None
+            if not self.private:
+                looked_at = [example for set_examples, _ in encoded.values() for example in set_examples]
+            signs += traps(self.copy, model, looked_at, len(data.forget) + len(data.retain))
+        elif checks:
+            signs.append("several processes train it, so its units were not looked at for traps")
+        if checks and checks.public and self.is_main_process:
+            texts = []
+            if not self.private:
+                for record in data.records:
+                    for turn in (*record.turns, record.answer_turn):
+                        if turn.content:
+                            texts.append(turn.content)
+            signs += against_public(self.copy, tokenizer, open_model(checks.public), texts)
+        return signs
+
+    def _with_references(self, model: PreTrainedModel, encoded: Encoded) -> dict[str, ExampleSet]:
+        """Each set with what the frozen copy says of it.
+
+        That is ``model`` or, where the reference file is read, round 1's; else it is kept in that file, if there is
+        one, for later rounds.
+        """
+        options, origin, file = self.options, self.manifest, self.reference_file
+        reference_outputs = {name: output_kind for name, (_, output_kind) in encoded.items()}
+        # Of the records and of what prints them, not of their tokens, which the copy's tokenizer makes: see
+        # records_digest.
+        texts = json.dumps([records_digest(self.data), flat(options.prompts)], default=str)
+        facts: dict[str, object] = {  # what has to be the same when the file is read again
+            "run": origin.run if origin else None,
+            "copy": origin.copy if origin else None,
+            "records": hashlib.sha256(texts.encode()).hexdigest(),
+            "reading_context": self.copy.reading_context,
+        }
+        if not self.read_reference or (origin and origin.round == 1):  # later rounds have other copies
+            facts["copy_id"] = origin.copy_id if origin else None
+        facts["asks"] = reference_outputs
+
+        def make_references() -> dict[str, Reference]:
+            if file and self.read_reference:
+                loaded_references = load_references(file, reference_outputs, facts)
+                self.observer.note(f"the reference model's probabilities are read from {file}")
+                return loaded_references
+            batch_size = scored_at_once(options.training, model.device)
+            layer, seed = self.objective.constants.layer, options.training.seed
+            references = {
+                name: freeze(model, examples, output_kind, layer=layer, batch_size=batch_size, seed=seed)
+                for name, (examples, output_kind) in encoded.items()
+            }
+            if file:
+                save_references(file, references, facts)
+            return references
+
+        references = from_first(make_references)
+        device = PartialState().device if PartialState().num_processes > 1 else model.device
+        return {name: ExampleSet(examples, references[name].on(device)) for name, (examples, _) in encoded.items()}
+
+    def _plan_steps(self, sets: Mapping[str, ExampleSet]) -> tuple[list[TrainingStep], Training]:
+        """The examples of each step, and the training's options with a learning rate."""
+        forget = len(sets["forget"].examples)
+        retain = len(sets["retain"].examples) if "retain" in sets else 0
+        training = self.options.training
+        epochs, limit = epochs_of(self.options), None
+        if self.stopping_rule:
+            limit = self.stopping_rule.limit(forget, training.batch_size)
+            steps_per_epoch = -(-forget // training.batch_size)
+            epochs = -(-limit // steps_per_epoch)
+        steps = schedule(
+            forget, retain, epochs=epochs, batch_size=training.batch_size, seed=training.seed,
+            retain_per_forget=self.objective.algorithm.retain_per_forget,
+        )[:limit]  # fmt: skip
+        trained_weights = sum(math.prod(shape) for _, shape in self.specs.values())
+        # Under DP the planned number: how many records the copy's template accepts would leak through the rate.
+        count = self.private.mechanism.steps if self.private else len(steps)
+        return steps, with_rate(self.options, trained_weights, count)
+
+    def _open_checkpoints(self, total_steps: int) -> tuple[Checkpoints | None, int]:
+        """The checkpoints of --resume, None without it, and how many steps were taken before. Raises MpuError if those
+        that are there are of another training."""
+        if not self.logging.resume:
+            return None, 0
+        checkpoints = Checkpoints(
+            folder=self.target.with_name(f"{self.target.name}.resume"),
+            secret=(self.secret or own_client_secret)(),
+            training=from_first(self._digest_of_training),  # which alone has the weights' fingerprint
+        )
+        if self.is_main_process:
+            note = private_folder(checkpoints.folder.absolute()) / "mpu-resume.json"
+            if not note.exists():
+                write_atomically(note, json.dumps({"sha256": checkpoints.training}))
+            elif read_json_object(note, links=False).get("sha256") != checkpoints.training:
+                raise MpuError(
+                    f"{checkpoints.folder}: holds checkpoints of a different copy, records or options",
+                    "remove it to start over",
+                )
+        last_checkpoint = from_first(checkpoints.last)
+        steps_done = step_of(last_checkpoint) if last_checkpoint else 0
+        if last_checkpoint:
+            self.observer.note(f"resuming after step {steps_done} of {total_steps}")
+        return checkpoints, steps_done
+
+    def _digest_of_training(self) -> str:
+        """SHA-256 of everything that decides what the training does, in hexadecimal: only the same one may be
+        resumed."""
+        decided = decisive_options(self.options) | {"reference_file": self.reference_file is not None}
+        decided["micro_batch_size"] = self.options.training.micro_batch_size  # the Trainer counts them in checkpoints
+        stopping = None
+        if self.stopping_rule:
+            round_schedule = self.stopping_rule.schedule
+            stopping = [self.stopping_rule.facts(), asdict(round_schedule) if round_schedule else None]
+        weights = [self.fingerprint, self.copy.checkpoint.metadata]
+        start = fingerprint(open_checkpoint(self.start.delta)) if self.start and self.start.delta else None
+        return _digest([decided, *weights, records_digest(self.data), self.copy.reading_context, stopping, start])
+
+    def _inspect_copy(self, signs: list[str], entry: LedgerEntry | None, before: Measured | None) -> None:
+        """Write the losses down, and note if no check of the copy found anything. Raises MpuError for signs that it was
+        built to carry records out, and for losses that are not finite, but not under DP: which records they are of
+        would tell what those hold."""
+        is_private = self.options.privacy.dp_epsilon is not None
+        has_losses = before is not None and math.isfinite(before.forget + (before.retain or 0.0))
+        if before and not has_losses and not is_private:
+            raise without_numbers(self.copy)
+        if self.ledger and entry and before and has_losses:
+            write_losses(self.ledger, entry.identity, before.forget, before.retain)
+            if self.checks and not is_private:
+                signs = signs + against_others(entry, asdict(before), read_ledger(self.ledger))
+        if not self.checks:
+            return
+        refuse(signs, self.copy.source, self.checks.trust_copy, self.observer)
+        if not signs:
+            public = self.checks.public
+            compared = f", and its structure is that of {public}" if public else ""
+            self.observer.note(
+                f"checked: nothing shows that {name_of_copy(self.copy.source)} was built to carry records out"
+                f"{compared} (docs/protection.md says what such checks miss)"
+            )
+
+    def _settle_level(
+        self,
+        to_train: PreTrainedModel,
+        sets: Mapping[str, ExampleSet],
+        before: Measured | None,
+        probabilities: Sequence[float] | None,
+    ) -> EarlyStopping | None:
+        """Give the objective the level of its loss; what ends the training once it is done, None for one of a number of
+        epochs.
+
+        The level comes from how probable answers are that a model does not know, and from the noise of the copy; for a
+        number of epochs, it is the usual one or, where the copy does not know the records, one that pulls all the same.
+        """
+        options, algorithm, constants = self.options, self.objective.algorithm, self.objective.constants
+        has_level = "level" in algorithm.constant_names
+        early_stopping = None
+        if self.stopping_rule:
+            at_once = scored_at_once(options.training, to_train.device)
+            public = None
+            examples = {name: each.examples for name, each in sets.items()}
+            if self.checks and self.checks.public is not None:
+                self.observer.stage("score the public model", 1, "done")
+                public = probabilities_under(self.checks.public, examples["forget"], at_once, options.training.device)
+            scorer = Scorer(to_train, examples, at_once, public, self.stopping_rule.goal.max_left, probabilities)
+            early_stopping = EarlyStopping(
+                to_train, scorer, self.stopping_rule, self.manifest.noise if self.manifest else 0.0,
+                level=options.loss.level, alpha=constants.alpha,
+                faithful_alpha=algorithm.faithful_alpha if options.loss.alpha is None else None,
+                seed=options.training.seed, observer=self.observer,
+            )  # fmt: skip
+            constants = replace(constants, alpha=early_stopping.alpha)
+            if has_level:
+                constants = replace(constants, level=early_stopping.level)
+        # Not under DP, where the level would leak what the copy knows.
+        elif has_level and before and options.loss.level is None and options.privacy.dp_epsilon is None:
+            constants = replace(constants, level=pulling_level(constants.level, before.forget))
+        self.objective = replace(self.objective, constants=constants)
+        return early_stopping
+
+    def _add_earlier_change(self, start: Continuation, path: Path, model: PreTrainedModel) -> None:
+        """Add an earlier change to ``model``, as long as it was before a share of it was returned."""
+        delta = open_checkpoint(path, links=False)
+        # Another one may be of another server's records, which this one is not to see: names of copies repeat.
+        if fingerprint(delta) != start.change:
+            raise MpuError(
+                f"{path}: not the delta that the earlier request on this copy returned",
+                "put that one back, remove it to start over, or use --alone",
+            )
+        parameters = in_memory(model, delta.tensors)
+        if any(name not in parameters or parameters[name].shape != info.shape for name, info in delta.tensors.items()):
+            raise MpuError(f"{path}: not a change of this copy", "use --alone, or remove it to start over")
+        with torch.no_grad():
+            for name in delta.tensors:
+                change = delta.tensor(name).to(parameters[name].device, torch.float32)
+                if not change.isfinite().all():
+                    raise MpuError(f"{path}: {name!r} holds NaN or Inf", "remove it to start over")
+                parameters[name].add_(change / start.scale)
+
+    def _write_schedule(self, entry: LedgerEntry | None, round_schedule: RoundSchedule) -> None:
+        """Write the training's schedule down, which the other copies of its round follow."""
+        if self.ledger and entry and self.stopping_rule and not self.stopping_rule.schedule:
+            try:
+                write_round_schedule(self.ledger, entry.identity, round_schedule)
+            except OSError as error:
+                self.observer.warn(
+                    f"{self.ledger}: {error.strerror}; train all copies in one call, for as many steps each"
+                )
+
+    def _tags(self, round_schedule: RoundSchedule | None) -> dict[str, str] | None:
+        """The delta's tags, equal for copies of a round that are trained identically: on the same records and, if the
+        training stopped when it was done, by the same schedule. None if the client's secret cannot be read or kept, and
+        under DP: a tag of records tells more than (ε, δ) allows."""
+        manifest = self.manifest
+        if not (self.is_main_process and self.secret and manifest and self.private is None):
+            return None
+        decided = decisive_options(self.options)
+        decided |= {"reference_file": self.reference_file is not None and manifest.round > 1}
+        if round_schedule:
+            decided |= asdict(round_schedule)
+        decided["continued"] = self.start is not None and self.start.delta is not None
+        versions = {name: version(name) for name in ("torch", "transformers")}
+        facts = {"records": records_digest(self.data), "options": decided, "versions": versions}
+        try:
+            return training_tag(self.secret(), manifest.run, manifest.round, facts)
+        except OSError as error:
+            self.observer.warn(
+                f"{error.filename}: {error.strerror}; the server cannot check that copies were trained identically"
+            )
+            return None
+
+    def _write_delta(self, trained: PreTrainedModel, tags: dict[str, str] | None) -> tuple[float, float]:
+        """Write the change of ``trained``; its norm, and the norm of what rounding took off it, relative to that."""
+        if self.output is None:
+            for _ in self.change.tensors(trained):  # gathering a shard needs all processes
+                pass
+            return 0.0, 0.0
+        # Of its privacy the delta says the bound that was asked for, and no more. The exact figure, the sampling rate
+        # and the number of steps would tell the server how many records there are.
+        privacy = self.options.privacy
+        bound = None if privacy.dp_epsilon is None else {"epsilon": privacy.dp_epsilon, "delta": privacy.dp_delta}
+        # The name of a module would tell the server of the client's own code.
+        algorithm = self.options.algo if self.options.algo in ALGORITHMS else "custom"
+        delta = DeltaManifest(
+            self.manifest,
+            algorithm,
+            self.change.kind,
+            privacy=bound,
+            trained=tags,
+            until_done=self.stopping_rule is not None,
+        )
+        with CheckpointWriter(self.output, self.specs, as_metadata(delta_facts(delta))) as writer:
+            norm, rounding = write_changes(self.change.tensors(trained), writer)
+        return self.change.norm(norm, self.output), rounding
 
 
 def probabilities_under(public: str, examples: Sequence[Example], at_once: int, device: str) -> list[float]:
@@ -491,91 +665,5 @@ def probabilities_under(public: str, examples: Sequence[Example], at_once: int, 
     return [math.exp(-loss) for loss in Answers(examples, at_once).losses(model)]
 
 
-def _go_on_from(path: Path, start: Continuation, model: PreTrainedModel) -> None:
-    """Add an earlier change to ``model``, as long as it was before a share of it was returned."""
-    delta = open_checkpoint(path, links=False)
-    # Another one may be of another server's records, which this one is not to see: names of copies repeat.
-    if fingerprint(delta) != start.change:
-        raise MpuError(
-            f"{path}: not the delta that the earlier request on this copy returned",
-            "put that one back, remove it to start over, or use --alone",
-        )
-    parameters = in_memory(model, delta.tensors)
-    if any(name not in parameters or parameters[name].shape != info.shape for name, info in delta.tensors.items()):
-        raise MpuError(f"{path}: not a change of this copy", "use --alone, or remove it to start over")
-    with torch.no_grad():
-        for name in delta.tensors:
-            change = delta.tensor(name).to(parameters[name].device, torch.float32)
-            if not change.isfinite().all():
-                raise MpuError(f"{path}: {name!r} holds NaN or Inf", "remove it to start over")
-            parameters[name].add_(change / start.scale)
-
-
-def _finish(
-    job: TrainingJob,
-    early_stopping: EarlyStopping | None,
-    trained: torch.nn.Module,
-    entry: LedgerEntry | None,
-    steps: int,
-) -> tuple[StepScores | None, RoundSchedule | None]:
-    """Go back to the best weights and write down the training's schedule, which the other copies of its round follow;
-    the scores of those weights, and the schedule. None for both after a number of epochs."""
-    if job.stopping_rule is None or early_stopping is None:
-        return None, None
-    scores, round_schedule = early_stopping.finish(trained, steps)
-    if job.ledger and entry and not job.stopping_rule.schedule:
-        try:
-            write_round_schedule(job.ledger, entry.identity, round_schedule)
-        except OSError as error:
-            job.observer.warn(f"{job.ledger}: {error.strerror}; train all copies in one call, for as many steps each")
-    return scores, round_schedule
-
-
-def _tags(job: TrainingJob, loaded: LoadedCopy, round_schedule: RoundSchedule | None) -> dict[str, str] | None:
-    """The delta's tags, equal for copies of a round that are trained identically: on the same records and, if the
-    training stopped when it was done (``schedule``), for as long. None if the client's secret cannot be read or
-    kept, and under DP: a tag of records tells more than (ε, δ) allows."""
-    if not (job.is_main_process and job.secret and job.manifest and loaded.private is None):
-        return None
-    manifest = job.manifest
-    decided = decisive_options(job.options)
-    decided |= {"reference_file": job.reference_file is not None and manifest.round > 1}
-    if round_schedule:
-        decided |= asdict(round_schedule)
-    decided["continued"] = job.start is not None and job.start.delta is not None
-    versions = {name: version(name) for name in ("torch", "transformers")}
-    facts = {"records": records_digest(job.data), "options": decided, "versions": versions}
-    try:
-        return training_tag(job.secret(), manifest.run, manifest.round, facts)
-    except OSError as error:
-        job.observer.warn(
-            f"{error.filename}: {error.strerror}; the server cannot check that copies were trained identically"
-        )
-        return None
-
-
-def _write_delta(
-    job: TrainingJob, loaded: LoadedCopy, trained: PreTrainedModel, tags: dict[str, str] | None
-) -> tuple[float, float]:
-    """Write the change of ``trained``; its norm, and the norm of what rounding took off it, relative to that."""
-    if loaded.output is None:
-        for _ in loaded.change.tensors(trained):  # gathering a shard needs all processes
-            pass
-        return 0.0, 0.0
-    # Of its privacy the delta says the bound that was asked for, and no more. The exact figure, the sampling rate and
-    # the number of steps would tell the server how many records there are.
-    privacy = job.options.privacy
-    bound = None if privacy.dp_epsilon is None else {"epsilon": privacy.dp_epsilon, "delta": privacy.dp_delta}
-    # The name of a module would tell the server of the client's own code.
-    algorithm = job.options.algo if job.options.algo in ALGORITHMS else "custom"
-    delta = DeltaManifest(
-        job.manifest,
-        algorithm,
-        loaded.change.kind,
-        privacy=bound,
-        trained=tags,
-        until_done=job.stopping_rule is not None,
-    )
-    with CheckpointWriter(loaded.output, loaded.specs, as_metadata(delta_facts(delta))) as writer:
-        norm, rounding = write_changes(loaded.change.tensors(trained), writer)
-    return loaded.change.norm(norm, loaded.output), rounding
+def _digest(facts: object) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()

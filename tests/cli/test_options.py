@@ -37,7 +37,7 @@ from mpu_cli.options.publishing import Publishing
 from mpu_cli.options.unlearning import AUTO, Loss, Unlearning
 from mpu_cli.protocol.noise import SCHEMES
 from mpu_cli.records.read import read_records
-from mpu_cli.training.job import PRECISIONS
+from mpu_cli.training.checks import PRECISIONS
 from mpu_cli.training.losses import ALGORITHMS, RETAIN, Constants
 from mpu_cli.training.optimizers import OPTIMIZERS
 from tests.helpers.models import random_model, save, write_records

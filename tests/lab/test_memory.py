@@ -16,9 +16,9 @@ from mpu_cli.model.source import open_model
 from mpu_cli.model.tensors import is_quantized, shape_of
 from mpu_cli.options.declare import from_flat
 from mpu_cli.options.unlearning import Unlearning
+from mpu_cli.training.checks import PRECISIONS, check_options
 from mpu_cli.training.delta import change_of
 from mpu_cli.training.execution import in_precision
-from mpu_cli.training.job import PRECISIONS, check_options
 from mpu_cli.wording import bytes_of
 from tests.helpers.models import random_model, save
 

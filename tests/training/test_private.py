@@ -30,8 +30,8 @@ from mpu_cli.records.encode import Encoding, answer_tokens, pad
 from mpu_cli.records.forms import Record, question
 from mpu_cli.records.read import read_records
 from mpu_cli.training import copycheck
+from mpu_cli.training.checks import plan_privately
 from mpu_cli.training.data import Dataset
-from mpu_cli.training.job import plan_privately
 from mpu_cli.training.ledger import LedgerEntry, Mechanism, read_ledger, write_down
 from mpu_cli.training.loop import ExampleSet
 from mpu_cli.training.losses import ALGORITHMS, Objective, TermInputs, objective_of

@@ -15,7 +15,7 @@ from mpu_cli.options.declare import RECORDS, declared_options, from_flat, option
 from mpu_cli.options.unlearning import Unlearning
 from mpu_cli.records.forms import Record
 from mpu_cli.records.read import read_records
-from mpu_cli.training import job
+from mpu_cli.training.checks import check_options
 from mpu_cli.training.data import SETS_OF_OPTION, Dataset, records_digest
 from mpu_cli.training.ledger import default_ledger_path, read_ledger
 from tests.helpers.models import random_model, save, write_records
@@ -54,13 +54,13 @@ def test_a_set_that_is_added_is_checked_digested_and_counted(
         named["paraphrases"] = "paraphrases.jsonl"
     options = from_flat(WithOption, named)
     assert records_digest(with_set) == records_digest(without)
-    job.check_options(options)
+    check_options(options)
 
     monkeypatch.setitem(SETS_OF_OPTION, "paraphrases", ("paraphrases",))
     assert records_digest(with_set) != records_digest(without)
     assert with_set.records == [*forget, *added]
     with pytest.raises(UsageError, match="paraphrases"):
-        job.check_options(options)
+        check_options(options)
 
 
 def test_each_set_changes_the_digest(tmp_path: Path) -> None:

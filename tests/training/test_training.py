@@ -39,7 +39,7 @@ from mpu_cli.training.data import read_dataset
 from mpu_cli.training.execution import check_sharding, last_checkpoint
 from mpu_cli.training.loop import drop_repeated_steps
 from mpu_cli.training.reference import Reference, forward
-from mpu_cli.training.unlearn import unlearn
+from mpu_cli.training.unlearn import UnlearningTask
 from tests.helpers.attacks import publish_copies, unlearn_copy
 from tests.helpers.models import random_model, save, write_records
 from tests.helpers.paths import ROOT
@@ -129,10 +129,10 @@ def test_checkpoints_by_time_and_none_after_the_last_step(folder, monkeypatch):
     monkeypatch.setattr(loop, "Saving", Watched)
     monkeypatch.setattr(execution, "CHECKPOINT_SHARE", math.inf)
     copy, data, logging = open_model(str(folder / "base")), read_dataset(options), Logging(resume=True)
-    unlearn(copy, data, options, target=folder / "delta_a", logging=logging)
+    UnlearningTask(copy, data, options, target=folder / "delta_a", logging=logging).run()
     assert saved == []
     monkeypatch.setattr(execution, "CHECKPOINT_SECONDS", 0.0)
-    steps = unlearn(copy, data, options, target=folder / "delta_b", logging=logging).steps
+    steps = UnlearningTask(copy, data, options, target=folder / "delta_b", logging=logging).run().steps
     assert saved == list(range(1, len(steps)))
     assert len(saved) > 1
 
@@ -388,7 +388,8 @@ def test_a_step_reads_both_sets_in_one_pass(folder, monkeypatch, options, passes
     monkeypatch.setattr(loop, "_freeze_unused", lambda *_: None)  # it passes once, before the training
     common = {"epochs": 1, "template": "plain", "batch_size": 4, "micro_batch_size": 100}
     chosen = options_of(folder, **common | options)
-    trained = unlearn(open_model(str(folder / "base")), read_dataset(chosen), chosen, target=folder / "delta")
+    model = open_model(str(folder / "base"))
+    trained = UnlearningTask(model, read_dataset(chosen), chosen, target=folder / "delta").run()
     assert len(sizes) == passes * len(trained.steps)
 
 
@@ -519,7 +520,7 @@ def delta_of_training(folder, name, more, before=lambda: None, messages=None):
     common = {"epochs": 2, "template": "plain", "batch_size": 6, "precision": "float64", "optim": "sgd", "lr": 1e-2}
     options = options_of(folder, **common | more)
     copy, target = open_model(str(folder / "base")), folder / f"{name}.safetensors"
-    unlearn(copy, read_dataset(options), options, target=target, observer=Listening())
+    UnlearningTask(copy, read_dataset(options), options, target=target, observer=Listening()).run()
     return load_file(target)
 
 

@@ -107,7 +107,7 @@ class Rehearse(Command):
                     "rehearse: needs a training until it is done, and records to hold out of it",
                     "leave out --epochs and --dp epsilon, and give --retain",
                 )
-            self._check_copies(keys, [Path(task.copy) for task in plan.tasks])
+            self._check_copies(keys, [Path(copy) for copy in plan.targets])
             deltas = self._deltas(plan, observer)
             updated = self._updated(base, keys, deltas, Path(scratch) / "model", observer)
             rehearsal = Rehearsal(_try_steps(base, updated, keys, plan, observer), self.goal)
@@ -128,18 +128,18 @@ class Rehearse(Command):
     def _deltas(self, plan: UnlearnPlan, observer: Observer) -> list[Path]:
         """Each copy's delta, in no ledger and without a tag."""
         from mpu_cli.model.source import open_model
-        from mpu_cli.training.unlearn import unlearn
+        from mpu_cli.training.unlearn import UnlearningTask
 
         stopping_rule = plan.stopping_rule
-        for task in plan.tasks:
-            task.target.parent.mkdir(parents=True, exist_ok=True)
-            copy = open_model(task.copy, links=False)
-            result = unlearn(
-                copy, plan.data, plan.options, target=task.target, stopping_rule=stopping_rule, observer=observer
-            )
+        for copy, target in plan.targets.items():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            result = UnlearningTask(
+                open_model(copy, links=False), plan.data, plan.options, target=target, stopping_rule=stopping_rule,
+                observer=observer,
+            ).run()  # fmt: skip
             if stopping_rule and stopping_rule.schedule is None:
                 stopping_rule = replace(stopping_rule, schedule=result.schedule)
-        return [task.target for task in plan.tasks]
+        return list(plan.targets.values())
 
     def _updated(self, base: Model, keys: Keys, deltas: Sequence[Path], out: Path, observer: Observer) -> Model:
         """The base plus once the update."""

@@ -73,8 +73,8 @@ class Run(Command):
         """The rounds, what passes between the parties, and how many steps are trained."""
         from mpu_cli.lab.rounds import costs_of, rounds_of, with_merged_rounds
         from mpu_cli.lab.until_pass import MOST_ROUNDS
+        from mpu_cli.training.checks import check_options
         from mpu_cli.training.data import read_dataset
-        from mpu_cli.training.job import check_options
         from mpu_cli.training.stopping import StoppingRule
 
         self._check_goal()

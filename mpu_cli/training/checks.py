@@ -1,13 +1,10 @@
-"""The beginning of a training on a copy: what is checked before anything is loaded, and the copy in memory."""
+"""Checks of options, records and a copy before anything is trained, and the options that identify a training."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
 import re
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,32 +14,21 @@ from accelerate.utils import parse_flag_from_env
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
-from mpu_cli.files.reader import fingerprint, open_checkpoint
-from mpu_cli.files.transaction import Transaction
-from mpu_cli.files.writer import MAX_SHARD, TensorSpecs, nbytes_of
-from mpu_cli.model.device import device_of, processes_of, tell_accelerate
-from mpu_cli.model.load import is_sharded, load, load_once_per_host
+from mpu_cli.files.manifest import CopyManifest
+from mpu_cli.model.device import device_of, tell_accelerate
+from mpu_cli.model.load import is_sharded
 from mpu_cli.model.source import Model
-from mpu_cli.model.tensors import check_bitsandbytes, scales, share_in_4_bits
+from mpu_cli.model.tensors import check_bitsandbytes, scales
 from mpu_cli.observer import Observer
 from mpu_cli.options.declare import declared_options, flat
-from mpu_cli.options.unlearning import AUTO, Checks, Goal, Logging, Lora, Privacy, Records, Training, Unlearning
+from mpu_cli.options.unlearning import AUTO, Goal, Logging, Lora, Privacy, Records, Training, Unlearning
 from mpu_cli.plugins import extension
 from mpu_cli.records.encode import no_template
 from mpu_cli.records.forms import check_units, parse_date
-from mpu_cli.subprocesses import process_count
-from mpu_cli.training.data import SETS_OF_OPTION, Dataset, record_tags, records_digest, sets_of
-from mpu_cli.training.delta import Change, change_of, stored_specs
-from mpu_cli.training.execution import check_compiler, in_precision
-from mpu_cli.training.ledger import LedgerEntry, own_client_secret
+from mpu_cli.training.data import SETS_OF_OPTION, Dataset, sets_of
+from mpu_cli.training.execution import check_compiler
 from mpu_cli.training.losses import Objective, algorithm_named, objective_of
 from mpu_cli.training.optimizers import OPTIMIZERS
-from mpu_cli.training.rates import with_epochs, with_precision
-from mpu_cli.training.requests import Continuation
-from mpu_cli.training.stopping import StoppingRule
-
-# Checks of options, records and a copy before anything is trained.
 
 ROTATED = ("paper", "all")  # sets of symmetries that do more than permute coordinates and change their signs
 PRECISIONS = {  # dtype of the weights
@@ -229,12 +215,10 @@ def without_numbers(copy: Model) -> MpuError:
     return MpuError(problem, "ask its owner for a copy that computes")
 
 
-# The identity of a training: to the client's ledger, to the server as a tag, to the checkpoints that it resumes.
-
-
 def decisive_options(options: Unlearning) -> dict[str, object]:
-    """The options that decide what is trained, however they were spelled: defaults resolved, groups that are off left
-    out, and without records, which count by their contents."""
+    """The options that identify a training to the ledger, the server's tags and the checkpoints of --resume, however
+    they were spelled: defaults resolved, groups that are off left out, and without records, which count by their
+    contents."""
     values = flat(replace(options, epochs=epochs_of(options)))
     left_out = set(declared_options(Records))
     if options.lora.lora_rank is None:
@@ -245,160 +229,6 @@ def decisive_options(options: Unlearning) -> dict[str, object]:
         left_out |= declared_options(Privacy).keys()
     declarations = declared_options(Unlearning)
     return {name: value for name, value in values.items() if declarations[name].affects_result and name not in left_out}
-
-
-def entry_of(job: TrainingJob, loaded: LoadedCopy) -> LedgerEntry:
-    """The ledger's entry of a training."""
-    reading_context, records = job.copy.reading_context, records_digest(job.data)
-    options, weights = job.options, loaded.fingerprint
-    training = _digest(
-        [reading_context, records, decisive_options(options), job.stopping_rule and job.stopping_rule.facts()]
-    )
-    run, round_, copy = (job.manifest.run, job.manifest.round, job.manifest.copy) if job.manifest else ("", 0, 0)
-    return LedgerEntry(
-        identity=_digest([weights, training]), run=run, round=round_, copy=copy, weights=weights,
-        algorithm=options.algo, records=len(job.data.records),
-        mechanism=loaded.private.mechanism if loaded.private else None, data=records, reading_context=reading_context,
-        public=options.privacy.public_records, unit=options.privacy.dp_unit, training=training,
-        tags=record_tags(job.data.records, own_client_secret()) if loaded.private else (),
-    )  # fmt: skip
-
-
-def _digest(facts: object) -> str:
-    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def digest_of_training(job: TrainingJob, loaded: LoadedCopy) -> str:
-    """SHA-256 of everything that decides what a training does, in hexadecimal: only the same one may be resumed."""
-    decided = decisive_options(job.options) | {"reference_file": job.reference_file is not None}
-    decided["micro_batch_size"] = job.options.training.micro_batch_size  # the Trainer counts them in its checkpoints
-    stopping = None
-    if job.stopping_rule:
-        round_schedule = job.stopping_rule.schedule
-        stopping = [job.stopping_rule.facts(), asdict(round_schedule) if round_schedule else None]
-    weights = [loaded.fingerprint, job.copy.checkpoint.metadata]
-    start = fingerprint(open_checkpoint(job.start.delta)) if job.start and job.start.delta else None
-    return _digest([decided, *weights, records_digest(job.data), job.copy.reading_context, stopping, start])
-
-
-@dataclass(frozen=True)
-class TrainingJob:
-    """One training on ``copy``, before anything is loaded."""
-
-    copy: Model
-    manifest: CopyManifest | None
-    data: Dataset
-    options: Unlearning  # with the seed of the copy's round
-    objective: Objective
-    target: Path  # of the delta
-    logging: Logging
-    reference_file: Path | None
-    read_reference: bool  # the reference file exists and is read
-    secret: Callable[[], bytes] | None  # returns the client's secret
-    ledger: Path | None
-    checks: Checks | None
-    stopping_rule: StoppingRule | None  # None for a number of epochs
-    start: Continuation | None  # the earlier change from which the training continues
-    observer: Observer
-    is_main_process: bool
-    is_alone: bool  # the only process; of several, none has the whole model
-
-    @property
-    def public(self) -> str | None:
-        """The public model that the server's was fine-tuned from."""
-        return self.checks.public if self.checks else None
-
-
-@dataclass(frozen=True)
-class LoadedCopy:
-    """The copy in memory, and the change that is trained."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    change: Change
-    specs: TensorSpecs
-    output: Path | None  # the path that the change is written to, None but in the main process
-    fingerprint: str  # of the copy's weights, "" where nothing needs it
-    private: Any  # the plan of DP-SGD, None without it
-
-
-def prepare_job(
-    copy: Model, data: Dataset, options: Unlearning, *, target: Path, logging: Logging, reference_file: Path | None,
-    secret: Callable[[], bytes] | None, ledger: Path | None, checks: Checks | None, stopping_rule: StoppingRule | None,
-    start: Continuation | None, observer: Observer,
-) -> TrainingJob:  # fmt: skip
-    """Check what can be checked before the model is loaded. Raises MpuError for processes that cannot reach each other,
-    UsageError for DP-SGD on several."""
-    objective = check_options(options, stopping_rule.goal if stopping_rule else None)
-    options = in_float32_if_private(options, observer)
-    if stopping_rule is None:
-        options = with_epochs(options, len(data.forget))
-    if options.training.precision == AUTO:
-        options = replace(options, training=with_precision(options.training, copy))
-        if options.training.precision == "mixed":
-            observer.note("this processor is fast in bfloat16, so layers compute in it; not with --precision float32")
-    check_logging(logging, options.privacy)
-    load_once_per_host()
-    # Without a GPU, "auto" means the CPU for the processes' communication, too.
-    processes = processes_of(device_of(options.training.device))
-    if process_count() != processes.num_processes:
-        raise MpuError(
-            f"started as one of {process_count()} processes, which cannot reach each other "
-            f"({processes.num_processes} here)",
-            "start them with torchrun or accelerate launch",
-        )
-    if options.privacy.dp_epsilon is not None and processes.num_processes > 1:
-        raise UsageError("--dp epsilon does not work with several processes")
-    manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)
-    if manifest:  # each round has its own order of the records, all copies of it the same
-        # numpy, which transformers seeds too, takes 32 bits.
-        seed = (options.training.seed + manifest.round - 1) % 2**32
-        options = replace(options, training=replace(options.training, seed=seed))
-    for warning in misfits(manifest, options):
-        observer.warn(warning)
-    read_reference = reference_file is not None and check_reference_file(reference_file, manifest, options, objective)
-    processes.wait_for_everyone()  # all look for the reference file before the first one writes it
-    return TrainingJob(
-        copy=copy, manifest=manifest, data=data, options=options, objective=objective, target=target, logging=logging,
-        reference_file=reference_file, read_reference=read_reference, secret=secret, ledger=ledger, checks=checks,
-        stopping_rule=stopping_rule, start=start, observer=observer, is_main_process=processes.is_main_process,
-        is_alone=processes.num_processes == 1,
-    )  # fmt: skip
-
-
-def load_copy(job: TrainingJob, transaction: Transaction) -> LoadedCopy:
-    """Load the copy and find out, before hours of training, whether its delta can be written."""
-    copy, options, training = job.copy, job.options, job.options.training
-    dtype = PRECISIONS[training.precision]
-    model, tokenizer = load(copy, dtype, training.device, training.attention, options.lora.quantize)
-    in_precision(model, training.precision)
-    if options.lora.quantize:
-        job.observer.note(f"{share_in_4_bits(model):.0%} of the weights are held in 4 bits")
-    change = change_of(options, model, copy.checkpoint, dtype)
-    specs = stored_specs(change, model, options)
-    output = transaction.add(job.target, directory=nbytes_of(specs) > MAX_SHARD) if job.is_main_process else None
-    if job.is_alone:
-        check_finite(model, copy)
-    check_suits(model, tokenizer, job.data, options, job.objective)
-    if options.prompts.template is None and not tokenizer.chat_template:
-        job.observer.note("the copy's tokenizer has no chat template: records are read as 'Question: … Answer: …'")
-    private = None
-    if options.privacy.dp_epsilon is not None:
-        extension("private").check_opacus()
-        if any(".experts." in name for name in change.trainable_names(model)):
-            raise UsageError(
-                "--dp epsilon: experts have no gradients for each record",
-                "use --lora rank with --lora targets that leave the experts out",
-            )
-        private = plan_privately(job.data, options, job.objective)
-    is_noted = job.ledger or job.logging.resume or job.start
-    weights = fingerprint(copy.checkpoint) if job.is_main_process and is_noted else ""
-    if job.start and job.start.weights != weights:
-        raise MpuError(
-            f"{copy.source}: has the name of a copy that you trained on before, and other weights",
-            "nothing was trained; ask its owner, or use --alone",
-        )
-    return LoadedCopy(model, tokenizer, change, specs=specs, output=output, fingerprint=weights, private=private)
 
 
 def plan_privately(data: Dataset, options: Unlearning, objective: Objective) -> Any:
