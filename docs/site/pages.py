@@ -19,7 +19,7 @@ from links import AT_ROOT  # noqa: E402
 RESULTS = (
     "mpu_cli.protocol.review.Reviewed",
     "mpu_cli.commands.unlearn.Unlearned",
-    "mpu_cli.protocol.round.Aggregation",
+    "mpu_cli.protocol.combine.Aggregation",
     "mpu_cli.commands.check.Checked",
     "mpu_cli.measuring.evaluate.Evaluation",
     "mpu_cli.lab.frame.results",

@@ -16,10 +16,10 @@ from mpu_cli.options.declare import group, option
 from mpu_cli.options.publishing import RESTORE, Aggregating
 
 if TYPE_CHECKING:
-    from mpu_cli.protocol.combine import Combined
+    from mpu_cli.protocol.combine import AggregatePlan, Aggregation, Combined
     from mpu_cli.protocol.keys import Keys
     from mpu_cli.protocol.noise import ErrorEstimate
-    from mpu_cli.protocol.round import AggregatePlan, Aggregation, ServerStep
+    from mpu_cli.protocol.step import ServerStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,9 @@ class Aggregate(Command):
 
     def plan(self, observer: Observer = SILENT) -> AggregatePlan:
         """The files to read and write, after every check that needs no numbers."""
+        from mpu_cli.protocol.combine import plan_aggregate
+        from mpu_cli.protocol.deltas import owners_of
         from mpu_cli.protocol.keys import published_base
-        from mpu_cli.protocol.round import owners_of, plan_aggregate
 
         # First the paths: at the end of a pipe, the command that writes the keys may still be running.
         paths = paths_from(self.deltas)
@@ -173,7 +174,7 @@ class Aggregate(Command):
             "model": result.path,
             **_document_of(result),
             "warnings": result.warnings(),
-            "trained_differently": result.trained_differently,
+            "trained_differently": result.owner.trained_differently,
             "lost_to_rounding": result.rounding,
             "step": asdict(result.step) if result.step else None,
             "server_lr": result.rate,
@@ -210,7 +211,7 @@ class Aggregate(Command):
 
     def _tell_step(self, step: ServerStep | None, rate: float, observer: Observer) -> None:
         """The step, ``rate`` times the update, and the cost of other steps if some were tried."""
-        from mpu_cli.protocol.round import MAX_STEP
+        from mpu_cli.protocol.step import MAX_STEP
 
         if step is None:
             restored = self.aggregating.server_lr == RESTORE and rate != 1

@@ -1,4 +1,4 @@
-"""Aggregating: from the clients' deltas back to the server's model. Streams; holds no model.
+"""Aggregating: from the clients' deltas back to the server's model, by a plan. Streams; holds no model.
 
 Δ̄ = Σ_k w_k T_k⁻¹(Δ_k) and θ_r = θ_{r−1} + η·Δ̄, with the weights w_k of its noise (docs/design.md): harmonic
 ones, w_k ∝ 1/α_k, for the paper's zero-sum noise.
@@ -17,9 +17,10 @@ from typing import NamedTuple
 
 import torch
 
-from mpu_cli.errors import MpuError
+from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import MANIFEST_NAME, VERSION, as_metadata
 from mpu_cli.files.reader import (
+    LOST_TO_ROUNDING,
     NAME,
     OPTION,
     all_finite,
@@ -30,23 +31,217 @@ from mpu_cli.files.reader import (
     worker_pool,
 )
 from mpu_cli.files.transaction import Transaction
-from mpu_cli.files.writer import CheckpointWriter, TensorSpecs
+from mpu_cli.files.writer import CheckpointWriter, TensorSpecs, nbytes_of
 from mpu_cli.model.layout import TensorLayout
 from mpu_cli.model.source import Model, carry_small_files, model_specs, open_model, write_json
 from mpu_cli.model.transform import TensorMap, as_matrix, measured_slices, row_slices
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.publishing import RESTORE, Aggregating
-from mpu_cli.protocol.deltas import Delta, InverseMaps, LowRank, check_base, check_finite, check_norms, outliers_of
-from mpu_cli.protocol.marks import PLANTED, Fingerprints, Planted, Products, fingerprints, noise_in
-from mpu_cli.protocol.round import (
-    AggregatePlan,
-    Aggregation,
-    ServerStep,
-    agreement_of,
-    measure_written,
-    settle_server_lr,
+from mpu_cli.protocol.deltas import (
+    Delta,
+    InverseMaps,
+    LowRank,
+    Owner,
+    check_base,
+    check_finite,
+    check_norms,
+    check_round,
+    outliers_of,
 )
+from mpu_cli.protocol.keys import Keys
+from mpu_cli.protocol.marks import PLANTED, Fingerprints, Planted, Products, fingerprints, noise_in
+from mpu_cli.protocol.noise import ErrorEstimate, error_estimate
+from mpu_cli.protocol.step import ServerStep, default_step, measure_written, settle_server_lr
 from mpu_cli.version import __version__
+
+# The plan of an aggregation: it reads headers only, and is made after every check that needs no numbers.
+
+
+@dataclass(frozen=True)
+class AggregatePlan:
+    """The inputs and outputs of aggregating a round.
+
+    ``trust_deltas``: aggregate what is known not to belong together; ``force``: replace what exists.
+    """
+
+    base: Model
+    owners: tuple[Owner, ...]
+    options: Aggregating
+    out: Path
+    trust_deltas: bool = False
+    force: bool = False
+
+    @property
+    def deltas(self) -> list[Delta]:
+        return [delta for owner in self.owners for delta in owner.deltas]
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """The weights of each owner's deltas, float64 (copies,)."""
+        return [owner.keys.publication.scheme.weights for owner in self.owners]
+
+    @property
+    def publications(self) -> list[Keys]:
+        return [owner.keys for owner in self.owners]
+
+    def differences(self) -> list[str]:
+        """A sentence for each way in which an owner's deltas say that their copies were trained differently."""
+        return [text for owner in self.owners for text in owner.differences()]
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the model that is written."""
+        dtype = OPTION[self.options.dtype] if self.options.dtype else None
+        return nbytes_of(model_specs(self.base.checkpoint, self.base.layout, dtype))
+
+
+def plan_aggregate(
+    base: Model,
+    owners: Sequence[Owner],
+    options: Aggregating,
+    *,
+    out: Path,
+    as_adapter: bool = False,
+    trust_deltas: bool = False,
+    force: bool = False,
+) -> AggregatePlan:
+    """The plan to write θ + η·Σ_owners Δ̄ to ``out``.
+
+    Raises UsageError or MpuError for ``as_adapter`` where no adapter can hold the update, MpuError if a copy's delta is
+    missing or does not fit the base and, unless ``trust_deltas``, if the tags of an owner's deltas say that they were
+    trained differently; UsageError if a number is out of range.
+    """
+    if as_adapter:
+        _check_adapter(owners, options)
+    options.check_step()
+    for owner in owners:
+        check_round(base, owner.deltas, owner.keys)
+    if not trust_deltas:
+        for owner in owners:
+            owner.check_trained_alike()
+    return AggregatePlan(base, tuple(owners), options, out, trust_deltas=trust_deltas, force=force)
+
+
+def _check_adapter(owners: Sequence[Owner], options: Aggregating) -> None:
+    """Raise UsageError or MpuError where no adapter can hold the update."""
+    if len(owners) > 1:
+        raise UsageError("--as-adapter: one adapter holds one owner's update", "aggregate each owner's alone")
+    if options.probe is not None:
+        raise UsageError("--probe: looks at a model", "aggregate to one first, and name its step here")
+    for delta in owners[0].deltas:
+        if delta.manifest.kind != "lora":
+            raise MpuError(
+                f"{delta.path}: is a full delta, but --as-adapter needs LoRA deltas",
+                "make them with unlearn --lora rank",
+            )
+        if stacked := [n for n, info in delta.checkpoint.tensors.items() if len(info.shape) > 2 or ".experts." in n]:
+            raise MpuError(
+                f"{delta.path}: adapts experts ({quoted_list(stacked)}), which --as-adapter cannot write",
+                "aggregate to a model, or train with --lora targets other than the experts",
+            )
+
+
+# The outcome of a round: how the copies agree, and what is probably wrong.
+
+MIN_COSINE = 0.5  # cosine between two copies' deltas below which something is probably wrong
+MAX_NORM_RATIO = 3.0  # times another copy's norm, above which a copy was probably trained differently
+MAX_OUTLIERS_SHOWN = 3  # outliers named in warnings
+MAX_RELATIVE_ERROR = 1.0  # estimated error, relative to the update, at which the update is nothing but noise
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """The result of ``aggregate``, and how the copies agree."""
+
+    path: Path
+    owner: Owner
+    norms: list[float]  # ‖T_k⁻¹(Δ_k)‖, by copy
+    cosines: list[float]  # with Δ̄, by copy
+    pairwise: float  # the smallest cosine between two copies
+    norm: float  # ‖Δ̄‖
+    # ‖stored − θ − ηΔ̄‖ / ‖ηΔ̄‖: the share of the update lost to the dtype of storage, read off a slice or two of
+    # each tensor
+    rounding: float
+    error: ErrorEstimate  # the distance of Δ̄ from the clean update
+    # tensors of which one copy's change is far larger than the others', with the copy and by what factor
+    outliers: tuple[tuple[str, int, float], ...] = ()
+    step: ServerStep | None = None  # how the step was chosen, if it was
+    planted: float = 0.0  # the largest z of noise of copies that was in the update and is taken out
+    planted_from: str = ""  # the publication of that noise
+    rate: float = 1.0  # how many times Δ̄ was applied
+
+    @property
+    def keys(self) -> Keys:
+        return self.owner.keys
+
+    @property
+    def deltas(self) -> Mapping[int, Path]:
+        """The files, by copy."""
+        return {delta.copy: delta.path for delta in self.owner.deltas}
+
+    def warnings(self) -> list[str]:
+        """The probable faults of the round, a sentence each; empty if there are none. Of causes only the first one: the
+        others follow from it."""
+        causes = list(self._causes())[:1]
+        error = [self.error.warning] if self.error.warning and not causes else []
+        return [*causes, *self._outliers(), *error, *self._problems_of_update()]
+
+    def check(self, trust_deltas: bool) -> None:
+        """Raise MpuError, unless ``trust_deltas``, if the update is nothing but noise."""
+        if self.error.relative >= MAX_RELATIVE_ERROR and not trust_deltas:
+            cause = next(self._causes(), None) or self.error.warning
+            raise MpuError(f"nothing was written: {cause}", "--trust-deltas writes the model all the same")
+
+    def _causes(self) -> Iterator[str]:
+        yield from self.owner.differences()
+        if self.pairwise < MIN_COSINE:
+            yield (
+                f"the copies disagree (cosine {self.pairwise:.2f} between two of them): they were trained with "
+                "different options or records, the noise is too large, or a delta was tampered with"
+            )
+        if max(self.norms) > MAX_NORM_RATIO * min(self.norms):
+            yield (
+                f"one copy's change is {max(self.norms) / max(min(self.norms), 1e-30):.1f} times another's: they were "
+                "trained with different options, or a delta was tampered with"
+            )
+
+    def _outliers(self) -> Iterator[str]:
+        for name, copy, factor in self.outliers[:MAX_OUTLIERS_SHOWN]:
+            much = "and no other copy does"
+            if math.isfinite(factor):
+                much = f"{factor:.0f} times as much as any other copy"
+            yield f"copy {copy} changes {name} {much}: it was trained differently or tampered with"
+        if len(self.outliers) > MAX_OUTLIERS_SHOWN:
+            yield f"and {len(self.outliers) - MAX_OUTLIERS_SHOWN} more tensors"
+
+    def _problems_of_update(self) -> Iterator[str]:
+        if planted := Planted(self.planted, self.planted_from).warning:
+            yield planted
+        if self.norm == 0:
+            yield "all deltas are zero: nothing was unlearned"
+        if self.rounding > LOST_TO_ROUNDING:
+            yield f"storage rounds away {self.rounding:.0%} of the update; --dtype float32 keeps it"
+
+
+def agreement_of(owner: Owner, path: Path, gram: torch.Tensor) -> Aggregation:
+    """The agreement of an owner's copies, from the inner products of their undone deltas, float64 (m, m). The caller
+    fills in what depends on the model that is written: ``rounding``, ``outliers``, ``step``, ``planted``, ``rate``."""
+    scheme = owner.keys.publication.scheme
+    weights = scheme.weights
+    norms = gram.diagonal().sqrt()
+    norm = float((weights @ gram @ weights).clamp(min=0).sqrt())
+    cosines = gram / (norms[:, None] * norms[None, :])
+    return Aggregation(
+        path=path,
+        owner=owner,
+        norms=norms.tolist(),
+        cosines=((gram @ weights) / (norms * norm)).tolist(),
+        pairwise=float(cosines.nan_to_num(1.0).min()),
+        norm=norm,
+        rounding=0.0,
+        error=error_estimate(scheme, gram, owner.keys.publication.permanent),
+    )
+
 
 # The model card of an unlearned model: README.md beside the weights, as the Hub shows it.
 
@@ -60,7 +255,7 @@ def card(base: Model, result: Aggregation, kind: str) -> str:
     """
     keys, error = result.keys, result.error.relative
     hub_id = None if Path(base.source).exists() else base.source
-    algorithms = ", ".join(sorted(set(result.algorithms)))
+    algorithms = ", ".join(sorted(set(result.owner.algorithms)))
     rows = {
         "base": hub_id or f"a private {base.config.get('model_type')} model",
         "base's fingerprint": keys.base.fingerprint,
@@ -235,38 +430,6 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
     cosines = products / (norms[:, None] * norms[None, :])
     planted = written.planted if len(owners) > 1 else Planted()
     return Combined(plan.out, updates, cosines, written.rounding, planted, server_step)
-
-
-MOST_RESTORED = 1.5  # times the average; if changes agree less, a longer step is mostly their differences
-
-
-def default_step(base: Model, deltas: Sequence[Delta], weights: torch.Tensor) -> float:
-    """The step for ū = Σ_k w_k·u_k under --server-lr restore: 1 or, if each copy was trained until it had forgotten,
-    the one that makes it as long as the changes u_k, √(mean‖u_k‖² / ‖ū‖²), in hundredths, 1 to MOST_RESTORED.
-
-    Averaging removes what noise, or the course of each training, added to each change, and with it some of what made
-    its copy forget. Reads a slice or two of each tensor.
-    """
-    if len(deltas) < 2 or not all(delta.manifest.until_done for delta in deltas):
-        return 1.0
-    inverse_maps = InverseMaps(deltas, base.layout)
-    gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
-    for tensor in base.layout.parameters:
-        changes = inverse_maps.changes(tensor)
-        present = [change for change in changes if change is not None]
-        if not present:
-            continue
-        shape = as_matrix(base.checkpoint.tensor(tensor.name)).shape
-        slices = row_slices([change.mapping for change in present], *shape)
-        for number in measured_slices(len(slices)):
-            rows = torch.stack([c.rows(*slices[number], torch.float32).double().reshape(-1) for c in present])
-            there = torch.tensor([change is not None for change in changes])
-            gram[there[:, None] & there[None, :]] += (rows @ rows.T).reshape(-1)
-        inverse_maps.forget_pages(tensor)
-    mean_square, square = float(gram.diagonal().mean()), float(weights @ gram @ weights)
-    if not (square > 0 and math.isfinite(mean_square)):  # or not finite, which is refused once all is read
-        return 1.0
-    return round(min(max(1.0, math.sqrt(mean_square / square)), MOST_RESTORED), 2)
 
 
 def write_model(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,7 +11,16 @@ from pathlib import Path
 import torch
 
 from mpu_cli.errors import MpuError
-from mpu_cli.files.manifest import LEFT_FACTOR, RIGHT_FACTOR, DeltaManifest, as_metadata, delta_facts, delta_manifest
+from mpu_cli.files.manifest import (
+    LEFT_FACTOR,
+    RIGHT_FACTOR,
+    TAGS,
+    VERSIONS,
+    DeltaManifest,
+    as_metadata,
+    delta_facts,
+    delta_manifest,
+)
 from mpu_cli.files.reader import (
     FLOATS,
     NAME,
@@ -98,6 +107,72 @@ def open_deltas(paths: Iterable[Path], keys: Keys) -> list[Delta]:
             )
         deltas[origin.copy] = Delta(path, checkpoint, manifest, keys)
     return [deltas[copy] for copy in sorted(deltas)]
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A data owner's publication, and the deltas that came back."""
+
+    keys: Keys
+    deltas: list[Delta]
+
+    @property
+    def trained_differently(self) -> tuple[tuple[int, int, str], ...]:
+        """A copy, a later one, and the tag in which they differ. Tags under different keys cannot be compared."""
+        references: dict[str, tuple[int, Mapping[str, str]]] = {}  # by key, the first copy with tags under it
+        unlike = []
+        for delta in self.deltas:
+            tags = delta.manifest.trained or {}
+            earlier, expected = references.setdefault(str(tags.get("key")), (delta.copy, tags))
+            for name in sorted(expected):
+                if tags.get(name) != expected[name]:
+                    unlike.append((earlier, delta.copy, name))
+        return tuple(unlike)
+
+    @property
+    def algorithms(self) -> tuple[str, ...]:
+        return tuple(delta.manifest.algorithm for delta in self.deltas)
+
+    def differences(self) -> Iterator[str]:
+        """A sentence for each way in which the deltas say that their copies were trained differently."""
+        for earlier_copy, other, tag in self.trained_differently:
+            what = TAGS.get(tag, tag)
+            yield f"copies {earlier_copy} and {other} were trained with different {what}; the noise does not cancel"
+        algorithms = sorted(set(self.algorithms))
+        if len(algorithms) > 1:
+            yield (
+                f"the copies were trained with different algorithms ({', '.join(algorithms)}); "
+                "noise cancels only if all copies are trained identically"
+            )
+
+    def check_trained_alike(self) -> None:
+        """Raise MpuError if the deltas' tags say that their copies were trained differently."""
+        paths = {delta.copy: delta.path for delta in self.deltas}
+        for earlier_copy, other, tag in self.trained_differently:
+            if tag != VERSIONS:  # which may make no difference; if it does, the estimate shows it
+                raise MpuError(
+                    f"{paths[other]}: was trained with different {TAGS.get(tag, tag)} than {paths[earlier_copy]}, so "
+                    "the noise does not cancel",
+                    "ask for both to be trained alike, or use --trust-deltas",
+                )
+
+
+def owners_of(paths: Sequence[Path], publications: Sequence[Keys]) -> list[Owner]:
+    """The deltas in ``paths``, by publication. Raises MpuError if one belongs to none of them, or two are the same."""
+    if len(publications) == 1:
+        return [Owner(publications[0], open_deltas(paths, publications[0]))]
+    ids = [keys.copy_ids for keys in publications]
+    if len(set(ids)) < len(ids):
+        raise MpuError("--keys: the same publication is given twice", "give each key file once")
+    paths_by_owner: list[list[Path]] = [[] for _ in publications]
+    for path in delta_paths(paths):
+        origin = delta_manifest(open_checkpoint(path, links=False).metadata, path).origin
+        indices = [i for i, copy_ids in enumerate(ids) if origin and origin.copy_id in copy_ids]
+        if not indices:
+            raise MpuError(f"{path}: belongs to none of these publications", "give its keys, too, or leave it out")
+        paths_by_owner[indices[0]].append(path)
+    owners = zip(publications, paths_by_owner, strict=True)
+    return [Owner(keys, open_deltas(owner_paths, keys)) for keys, owner_paths in owners]
 
 
 def check_delta(delta: Delta, base: Model) -> None:

@@ -144,8 +144,8 @@ class Rehearse(Command):
     def _updated(self, base: Model, keys: Keys, deltas: Sequence[Path], out: Path, observer: Observer) -> Model:
         """The base plus once the update."""
         from mpu_cli.model.source import open_model
-        from mpu_cli.protocol.combine import aggregate
-        from mpu_cli.protocol.round import owners_of, plan_aggregate
+        from mpu_cli.protocol.combine import aggregate, plan_aggregate
+        from mpu_cli.protocol.deltas import owners_of
 
         whole = Aggregating(server_lr=1.0, dtype="float32")
         plan = plan_aggregate(base, owners_of(list(deltas), [keys]), whole, out=out, trust_deltas=True)
@@ -182,7 +182,7 @@ def _try_steps(base: Model, updated: Model, keys: Keys, plan: UnlearnPlan, obser
     import torch
 
     from mpu_cli.model.load import load
-    from mpu_cli.protocol.round import steps_between
+    from mpu_cli.protocol.step import steps_between
     from mpu_cli.training.data import encoded_sets
     from mpu_cli.training.rates import scored_at_once
     from mpu_cli.training.stopping import Scorer
