@@ -133,15 +133,15 @@ def _mode(path: Path) -> str:
 
 def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
     from mpu_cli.files.boundary import read_json_object
-    from mpu_cli.files.manifest import CopyManifest, delta_manifest, facts_of, read_copy_manifest
+    from mpu_cli.files.manifest import CopyManifest, DeltaManifest, ModelManifest, facts_of, manifest_of
     from mpu_cli.files.reader import ADAPTER_CONFIG, open_checkpoint
 
     checkpoint = open_checkpoint(path, links=False)
     stated = facts_of(checkpoint.metadata)
     format_ = stated.get("format")
     facts: dict[str, object] = {"kind": "model"}
-    if format_ == "mpu-delta":
-        manifest = delta_manifest(checkpoint.metadata, path)
+    manifest = manifest_of(path, checkpoint.metadata)
+    if isinstance(manifest, DeltaManifest):
         facts = {"kind": "delta, " + ("inverted" if manifest.inverted else "in its copy's coordinates")}
         facts |= {"algorithm": manifest.algorithm, "contents": manifest.kind}
         if manifest.privacy:
@@ -150,15 +150,15 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
             facts["training tags"] = manifest.trained
         origin = manifest.origin
         facts |= _belonging(origin) if origin else {"belongs to": "no run (made from a model that is not an mpu copy)"}
-    elif path.is_dir() and (origin := read_copy_manifest(path)):
-        facts = {"kind": "copy, as published", **_belonging(origin)}
+    elif isinstance(manifest, CopyManifest):
+        facts = {"kind": "copy, as published", **_belonging(manifest)}
     elif format_ == "mpu-copy":
         names = {each.name for each in fields(CopyManifest)}
         facts = {"kind": "weights of a copy"} | {k: v for k, v in stated.items() if k in names}
     elif format_ == "mpu-reference":
         facts = {"kind": "a reference model's probabilities for a client's records: keep it with the client"}
         facts |= {k: v for k, v in stated.items() if k in ("run", "copy", "asks")}
-    elif format_ == "mpu-model":
+    elif isinstance(manifest, ModelManifest) or format_ == "mpu-model":
         facts = {"kind": "model, after aggregation"}
         facts |= {k: v for k, v in stated.items() if k in ("run", "round")}
     elif path.is_dir() and (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").exists():

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mpu_cli.errors import MpuError
-from mpu_cli.files.manifest import CopyManifest, keys_path, round_folder
+from mpu_cli.files.manifest import CopyManifest, DeltaManifest, keys_path, round_folder
 from mpu_cli.files.visible import visible
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
@@ -182,7 +182,7 @@ def account_of(folder: Path) -> Account:
     """What mpu made of what lies in ``folder``, in its folders for rounds and deltas and, of what mpu made only, in
     others two levels down."""
     from mpu_cli.files.boundary import AGE_HEADER, open_regular
-    from mpu_cli.files.manifest import delta_manifest, facts_of, read_copy_manifest, read_model_manifest
+    from mpu_cli.files.manifest import manifest_of
     from mpu_cli.files.reader import open_checkpoint
 
     rounds: dict[tuple[str, int], Round] = {}
@@ -208,17 +208,16 @@ def account_of(folder: Path) -> Account:
                     else:
                         other.setdefault("sealed copies", []).append(str(relative))
                     continue
-            checkpoint = open_checkpoint(path, links=False)
-            if facts_of(checkpoint.metadata).get("format") == "mpu-delta":
-                if origin := delta_manifest(checkpoint.metadata, path).origin:
+            manifest = manifest_of(path, open_checkpoint(path, links=False).metadata)
+            if isinstance(manifest, DeltaManifest):
+                if origin := manifest.origin:
                     round_of(origin).deltas[origin.copy] = relative
-            elif path.is_dir() and (origin := read_copy_manifest(path)):
-                round_of(origin).made[origin.copy] = relative
-            elif path.is_dir():
-                if manifest := read_model_manifest(path):
-                    models.append(((manifest.run, manifest.round), relative))
-                elif is_expected:
-                    other.setdefault("models", []).append(str(relative))
+            elif isinstance(manifest, CopyManifest):
+                round_of(manifest).made[manifest.copy] = relative
+            elif manifest:
+                models.append(((manifest.run, manifest.round), relative))
+            elif path.is_dir() and is_expected:
+                other.setdefault("models", []).append(str(relative))
         except MpuError as error:
             if is_expected:
                 other.setdefault("not readable", []).append(f"{relative} ({error.problem})")

@@ -165,6 +165,14 @@ def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
     return DeltaManifest(origin, **msgspec.structs.asdict(facts))
 
 
+def manifest_of(path: Path, metadata: Mapping[str, str]) -> DeltaManifest | CopyManifest | ModelManifest | None:
+    """The manifest of the delta, copy or model at ``path``, whose weights have this ``metadata``; None for weights that
+    mpu did not make, and for those of a copy or a model without their folder."""
+    if facts_of(metadata).get("format") == "mpu-delta":
+        return delta_manifest(metadata, path)
+    return (read_copy_manifest(path) or read_model_manifest(path)) if path.is_dir() else None
+
+
 FactsOf = TypeVar("FactsOf")
 
 
