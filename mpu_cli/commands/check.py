@@ -354,7 +354,7 @@ def _scores(
     from mpu_cli.measuring.verdict import RecordScores
     from mpu_cli.model.device import device_of
     from mpu_cli.model.load import letting_go, limits_of, load
-    from mpu_cli.model.network import Answers
+    from mpu_cli.model.network import Answers, AnswerScore
     from mpu_cli.records.encode import encoding_of
     from mpu_cli.records.forms import dialogues_of
     from mpu_cli.training.checks import check_finite, without_numbers
@@ -384,12 +384,11 @@ def _scores(
             answers = iter(Answers(together, scoring.batch_size).scores(loaded, likeliest=True))
             probabilities, verbatim = [], []
             for examples in examples_of_each:
-                parts = [next(answers) for _ in examples]  # a text is several examples: its tokens count together
-                loss, tokens = sum(part.loss for part in parts), sum(part.tokens for part in parts)
-                if not math.isfinite(loss):  # a verdict that leaves these out would tell which records they are
+                answer = AnswerScore.of_all([next(answers) for _ in examples])  # a text is several examples
+                if not math.isfinite(answer.loss):  # a verdict that leaves these out would tell which records they are
                     raise without_numbers(model)
-                probabilities.append(math.exp(-loss / max(1, tokens)))
-                verbatim.append(all(part.is_likeliest for part in parts))
+                probabilities.append(answer.probability)
+                verbatim.append(answer.is_likeliest)
             scores[name] = RecordScores(probabilities, verbatim, dialogues_of(records))
             observer.advance(len(records))
         for remark in encoding.remarks(sum(map(len, sets.values()))):

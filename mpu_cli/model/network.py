@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -346,6 +347,22 @@ class AnswerScore:
     tokens: int
     is_likeliest: bool
 
+    @classmethod
+    def of_all(cls, scores: Sequence[AnswerScore]) -> AnswerScore:
+        """Several answers as one: their tokens count together."""
+        loss, tokens = sum(score.loss for score in scores), sum(score.tokens for score in scores)
+        return cls(loss, tokens, all(score.is_likeliest for score in scores))
+
+    @property
+    def per_token(self) -> float:
+        """−log p of a token, on average; 0 without tokens."""
+        return self.loss / max(1, self.tokens)
+
+    @property
+    def probability(self) -> float:
+        """Of a token: their geometric mean."""
+        return math.exp(-self.per_token)
+
 
 class Answers:
     """Records as tokens, padded in batches of similar length."""
@@ -357,12 +374,11 @@ class Answers:
 
     def loss(self, model: PreTrainedModel) -> float:
         """Mean −log p per token of the answers, in nats."""
-        scores = self.scores(model)
-        return sum(score.loss for score in scores) / max(1, sum(score.tokens for score in scores))
+        return AnswerScore.of_all(self.scores(model)).per_token
 
     def losses(self, model: PreTrainedModel) -> list[float]:
         """The same of each record alone, in their order; 0 for one without an answer."""
-        return [score.loss / max(1, score.tokens) for score in self.scores(model)]
+        return [score.per_token for score in self.scores(model)]
 
     @torch.no_grad()
     def scores(self, model: PreTrainedModel, likeliest: bool = False) -> list[AnswerScore]:

@@ -25,7 +25,7 @@ from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import MAX_SHARD, CheckpointWriter, nbytes_of
 from mpu_cli.model.device import device_of, memory_in_mind, processes_of
 from mpu_cli.model.load import letting_go, load, load_once_per_host, vocabulary_size
-from mpu_cli.model.network import Answers
+from mpu_cli.model.network import Answers, AnswerScore
 from mpu_cli.model.source import Model, open_model
 from mpu_cli.model.tensors import in_memory, share_in_4_bits
 from mpu_cli.observer import SILENT, Observer
@@ -181,8 +181,7 @@ def measure(
         if retain_loss is None:
             retain_loss = Answers(retain, size).loss(model)
     model.train(training)
-    loss = sum(score.loss for score in scores) / max(1, sum(score.tokens for score in scores))
-    return Measured(loss, retain_loss), [math.exp(-score.loss / max(1, score.tokens)) for score in scores]
+    return Measured(AnswerScore.of_all(scores).per_token, retain_loss), [score.probability for score in scores]
 
 
 ADVICE = (  # if memory runs out
@@ -662,7 +661,7 @@ def probabilities_under(public: str, examples: Sequence[Example], at_once: int, 
     model, _ = load(open_model(public), torch.float32, device)
     if max(max(example.ids) for example in examples) >= vocabulary_size(model):
         raise MpuError(f"{public}: has fewer tokens than the model", "name the model that the server's came from")
-    return [math.exp(-loss) for loss in Answers(examples, at_once).losses(model)]
+    return [score.probability for score in Answers(examples, at_once).scores(model)]
 
 
 def _digest(facts: object) -> str:
