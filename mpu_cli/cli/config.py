@@ -52,11 +52,7 @@ def defaults_from(
     path: Path, commands: Mapping[str, Any], classes: Mapping[str, type[Command]]
 ) -> dict[str, dict[str, object]]:
     """The options that ``path`` sets, as ``{command: {parameter: value}}``: a table for each command, with its options
-    by name.
-
-    Raises MpuError if the file cannot be read, UsageError for a command or an option that does not exist or that no
-    file may set.
-    """
+    by name."""
     hint = "give it on the command line, or as a variable"
     defaults: dict[str, dict[str, object]] = {}
     for name, table in read_toml(path).items():

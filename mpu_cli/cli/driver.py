@@ -116,7 +116,7 @@ def carry_out(command: Command, *, dry_run: bool, as_json: bool) -> None:
 
 
 def print_preview(preview: Preview, *, force: bool, as_json: bool) -> None:
-    """Print ``preview``. Raises MpuError if an output exists and may not be replaced."""
+    """Print ``preview``."""
     for path, _ in preview.writes:
         Transaction(force=force).check(path, path in preview.folders)
     first = preview.writes[0][0]

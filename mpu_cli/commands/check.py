@@ -84,11 +84,7 @@ class Check(Command):
     force: bool = option(False, FORCE, in_files=False)
 
     def run(self, observer: Observer = SILENT) -> Checked:
-        """Measure the copy on the records, and judge; write the receipt, if there is one.
-
-        Raises MpuError for records or models that cannot be read, and for a copy whose tokenizer, template or config
-        differ from those of ``before``.
-        """
+        """Measure the copy on the records, and judge; write the receipt, if there is one."""
         from mpu_cli.files.sealing import opened_copy
         from mpu_cli.files.transaction import Transaction
         from mpu_cli.measuring.receipt import as_text, check_limits
@@ -113,7 +109,7 @@ class Check(Command):
 
     def _with_noted(self, observer: Observer) -> Check:
         """This command with the records, the way to read them, the goal and the copy of the last request on copies of
-        the same run, from the client's note. Raises UsageError if there is none."""
+        the same run, from the client's note."""
         from mpu_cli.files.reader import fingerprint
         from mpu_cli.files.sealing import opened_copy
         from mpu_cli.model.source import open_model

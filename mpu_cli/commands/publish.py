@@ -228,7 +228,7 @@ class Publish(Command):
             tell(f"safe to send: the copies alone; the folder that they are in also holds the keys, {keys.name}")
 
     def _copy_recipients(self) -> list[str]:
-        """The parts of --copy-recipients; none if copies are not sealed. Raises UsageError if one is empty."""
+        """The parts of --copy-recipients; none if copies are not sealed."""
         if self.copy_recipients is None:
             return []
         parts = [part.strip() for part in self.copy_recipients.split(",")]
@@ -350,7 +350,7 @@ def _say(remarks: Iterable[Remark], observer: Observer) -> None:
 
 
 def _parse_copy_numbers(text: str) -> list[int]:
-    """The numbers of the copies that ``--only`` names. Raises UsageError."""
+    """The numbers of the copies that ``--only`` names."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdigit() for part in parts):
         raise UsageError(f"--only {text}: copies are numbered", "name them as 1 or 2,3")

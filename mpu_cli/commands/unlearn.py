@@ -77,10 +77,7 @@ class UnlearnPlan:
         return default if self.notes is None else self.notes / default.name
 
     def passes_over(self, copy: str, opened: Path) -> bool:
-        """Whether --resume passes over ``copy``, which is ``opened``: its delta is there already.
-
-        Raises MpuError if the delta of something else is.
-        """
+        """Whether --resume passes over ``copy``, which is ``opened``: its delta is there already."""
         from mpu_cli.files.reader import open_checkpoint
 
         target = self.targets[copy]
@@ -264,7 +261,7 @@ class Unlearn(Command):
         """The plan of the work: the records are read, and no model is.
 
         Trains until the goal is reached, unless a number of epochs or a privacy bound fixes the number of steps, or
-        several processes share them. Raises UsageError if one file would be that of several copies, too.
+        several processes share them.
         """
         from mpu_cli.training.checks import check_logging, check_options, in_float32_if_private
         from mpu_cli.training.data import read_dataset, with_unseen
@@ -471,7 +468,7 @@ class Unlearn(Command):
 
 
 def _round_schedule(text: str) -> RoundSchedule:
-    """The schedule that ``unlearn`` printed. Raises UsageError for other text."""
+    """The schedule that ``unlearn`` printed."""
     from mpu_cli.training.ledger import RoundSchedule
 
     try:

@@ -49,7 +49,7 @@ def memorise(
     on_step: Callable[[Losses, int], None],
     warn: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Train ``model`` in place on the answers to ``records``. Raises MpuError if there is nothing to learn."""
+    """Train ``model`` in place on the answers to ``records``."""
     examples = encoding.encode(records)
     if not examples:
         raise MpuError("no record has two tokens or more, so there is nothing to learn from")
@@ -82,10 +82,7 @@ def finetune(
     logging: Logging = NO_LOGGING,
     observer: Observer = SILENT,
 ) -> Finetuned:
-    """Train ``model`` on ``records`` and save it in ``out``: each tensor in its own dtype, and the files beside them.
-
-    Raises MpuError for records or a model that cannot be used, and if training diverged.
-    """
+    """Train ``model`` on ``records`` and save it in ``out``: each tensor in its own dtype, and the files beside it."""
     if epochs < 1:
         raise UsageError(f"--epochs {epochs}: must be at least 1")
     if process_count() > 1:

@@ -290,10 +290,7 @@ class _Tokens:
 def audit(
     copy: str, delta: Path, forget: Sequence[Record], retain: Sequence[Record], prompts: Prompts
 ) -> list[LeakageReading]:
-    """The rules' readings of ``delta``, made from ``copy`` with these records.
-
-    Raises MpuError if the delta is not the copy's, or nothing in it can be read by these rules.
-    """
+    """The rules' readings of ``delta``, made from ``copy`` with these records."""
     model = open_model(copy, links=False)
     delta_checkpoint = open_delta(model, delta)
     loaded, tokenizer = load(model, torch.float32, "cpu")
@@ -335,8 +332,7 @@ class TermMechanism:
 
 
 def term_mechanism(options: TermRelease) -> TermMechanism:
-    """The mechanism with the lowest threshold that meets ``options``. Raises UsageError if there is none, MpuError
-    without OpenDP."""
+    """The mechanism with the lowest threshold that meets ``options``."""
     opendp = _opendp()
     domain = opendp.map_domain(opendp.atom_domain(T=str), opendp.atom_domain(T="i32"))
     metric = opendp.l01inf_distance(opendp.absolute_distance(T="i32"))
@@ -393,7 +389,7 @@ def release_terms(records: Sequence[Record], names: Sequence[str | None], option
 
 
 def _opendp() -> Any:
-    """OpenDP's functions. Raises MpuError without it."""
+    """OpenDP's functions."""
     try:
         import opendp.prelude as opendp
     except ImportError as error:

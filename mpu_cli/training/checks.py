@@ -43,11 +43,7 @@ def epochs_of(options: Unlearning) -> int:
 
 
 def check_options(options: Unlearning, goal: Goal | None = None) -> Objective:
-    """The objective that ``options`` describe; ``goal``: of a training that stops when it is done, or None.
-
-    Raises UsageError for options that do not go together or do not work here, and for a constant that the algorithm
-    does not have.
-    """
+    """The objective that ``options`` describe; ``goal``: of a training that stops when it is done, or None."""
     objective = objective_of(options.algo, options.loss)
     training, lora, privacy = options.training, options.lora, options.privacy
     is_private = privacy.dp_epsilon is not None
@@ -162,8 +158,7 @@ def check_logging(logging: Logging, privacy: Privacy) -> None:
 
 
 def check_reference_file(path: Path, manifest: CopyManifest | None, options: Unlearning, objective: Objective) -> bool:
-    """Whether the reference in ``path`` exists and is to be read. Raises UsageError if no loss would read it or it has
-    another suffix, MpuError if it is missing after round 1."""
+    """Whether the reference in ``path`` exists and is to be read."""
     if not refers_back(objective):
         raise UsageError(
             f"--reference-file: {options.algo} with --constants retain_loss={objective.retain_loss} compares with no "

@@ -53,7 +53,7 @@ _FREE = {"dtype", "torch_dtype", "transformers_version", "architectures", "use_c
 
 
 def refuse(signs: Sequence[str], source: str, trusted: bool, observer: Observer) -> None:
-    """Say what is odd about a copy: ``signs`` that an honest one does not show. Raises MpuError unless it is
+    """Say what is odd about a copy, ``signs`` that an honest one does not show, and refuse it unless it is
     ``trusted``."""
     for sign in signs if trusted else signs[1:]:
         observer.warn(f"{source}: {sign}")

@@ -26,10 +26,7 @@ from mpu_cli.training.lora import LoraChange
 
 def names_in_files(model: PreTrainedModel, checkpoint: Checkpoint, embeddings: bool) -> Names:
     """The trained parameters: the model's name for each → its pieces in the copy's files. Others are frozen; without
-    ``embeddings``, those of tokens and positions and the output head are, too.
-
-    Raises MpuError if the files lack one or hold it in another shape.
-    """
+    ``embeddings``, those of tokens and positions and the output head are, too."""
     check_stored(model, checkpoint)
     names = {}
     head = model.get_output_embeddings()
@@ -85,8 +82,7 @@ Change = FullChange | LoraChange
 
 
 def change_of(options: Unlearning, model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> Change:
-    """The change that training ``model``, loaded from ``checkpoint``, will return. Raises MpuError if the files do not
-    fit it."""
+    """The change that training ``model``, loaded from ``checkpoint``, will return."""
     names = names_in_files(model, checkpoint, options.train_embeddings)
     if options.lora.lora_rank is not None:
         per_record = options.privacy.dp_epsilon is not None  # Opacus forms gradients in the dtype of inputs

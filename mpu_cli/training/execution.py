@@ -104,8 +104,7 @@ def check_compiler(device: torch.device) -> None:
 
 @contextmanager
 def compiled_layers(model: torch.nn.Module) -> Iterator[None]:
-    """Compile each layer of ``model`` at its first pass inside; the names of its parameters stay. Raises MpuError for
-    layers that cannot be compiled."""
+    """Compile each layer of ``model`` at its first pass inside; the names of its parameters stay."""
     from torch._dynamo.exc import TorchDynamoException
 
     layers = list(decoder_layers(model))
@@ -217,7 +216,7 @@ class Checkpoints:
         write_atomically(checkpoint / SEAL, json.dumps({"hmac-sha256": self._mac(checkpoint)}) + "\n")
 
     def last(self) -> Path | None:
-        """The newest sealed checkpoint. Raises MpuError if the seal is not of its files, this training and client."""
+        """The newest sealed checkpoint."""
         checkpoint = last_checkpoint(self.folder)
         if checkpoint is None:
             return None

@@ -121,7 +121,7 @@ def default_secret_path() -> Path:
 
 
 def client_secret(path: Path) -> bytes:
-    """The client's secret in ``path``, created on first use with mode 0600. Raises MpuError if the file is invalid."""
+    """The client's secret in ``path``, created on first use with mode 0600."""
     return own_secret(path, "the client's secret", "remove it to create a new one")
 
 
@@ -136,7 +136,7 @@ def default_ledger_path() -> Path:
 
 
 def read_ledger(path: Path) -> list[LedgerEntry]:
-    """The trainings so far. Raises MpuError if the file is damaged."""
+    """The trainings so far."""
     hint = "what it lost cannot be counted: put a backup in its place"
     entries: list[LedgerEntry] = []
     for line in read_lines(path, hint):

@@ -33,10 +33,7 @@ from mpu_cli.training.execution import whole_parameters
 
 
 def adapted_parameters(model: PreTrainedModel, lora: Lora, among: Collection[str]) -> dict[str, torch.Tensor]:
-    """The parameters ``among`` these that ``lora`` adapts, by name: of linear layers, and stacks of experts' matrices.
-
-    Raises UsageError if a target matches nothing.
-    """
+    """The parameters ``among`` these that ``lora`` adapts, by name: of linear layers, and stacked experts' matrices."""
     head = model.get_output_embeddings()
     unlike = {id(head), *map(id, _read_by_kernels(model)), *map(id, _routers(model))}
     layers: dict[str, torch.Tensor] = {}  # by the name that a target has
@@ -108,7 +105,7 @@ class LoraChange:
         return shapes
 
     def wrap(self, model: PreTrainedModel) -> torch.nn.Module:
-        """``model`` with adapters to train instead of its weights. Raises MpuError if weights are NaN or Inf."""
+        """``model`` with adapters to train instead of its weights."""
         from peft import LoraConfig, get_peft_model
 
         # Saving a checkpoint, peft looks for the vocabulary's size in a folder that is gone, and need not know it.

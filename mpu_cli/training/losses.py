@@ -349,10 +349,7 @@ ALGORITHMS = {
 
 def algorithm_named(name: str) -> Algorithm:
     """The algorithm of ``--algo``: one of ALGORITHMS, of an installed package's entry point in ``mpu.algorithms``, or
-    ``module:function``. What is imported is an Algorithm, or a forget term with the signature of those above.
-
-    Raises UsageError if there is none of that name, or if it cannot be imported.
-    """
+    ``module:function``. What is imported is an Algorithm, or a forget term with the signature of those above."""
     if name in ALGORITHMS:
         return ALGORITHMS[name]
     imported = load_plugin("algorithm", name, "--algo", ALGORITHMS)
@@ -421,10 +418,7 @@ class Objective:
 
 
 def objective_of(algo: str, loss: Loss) -> Objective:
-    """The objective of ``--algo``, with the retain term and the constants that were given in place of its own.
-
-    Raises UsageError for a constant that the algorithm does not have.
-    """
+    """The objective of ``--algo``, with the retain term and the constants that were given in place of its own."""
     algorithm = algorithm_named(algo)
     retain_loss = loss.retain_loss or algorithm.retain
     valid_names = {"gamma", "alpha", *algorithm.constant_names}

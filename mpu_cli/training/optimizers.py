@@ -84,8 +84,6 @@ class Muon(_WideMoments):
     ``muon`` in each group selects one of the two. A step of Muon is the orthogonal factor of its momentum matrix, which
     rotates with the coordinates on either side, up to rounding: torch computes it in bfloat16. Steps are scaled to the
     size of AdamW's, so that ``lr`` means the same (Liu et al., 2025).
-
-    Raises MpuError if torch has no Muon.
     """
 
     def __init__(self, groups: list[dict], lr: float):

@@ -64,7 +64,7 @@ def usual_rate(options: Unlearning, weights: int, steps: int) -> float | None:
 
 
 def with_rate(options: Unlearning, weights: int, steps: int) -> Training:
-    """The options of training, with a number for the rate. Raises UsageError for an optimiser that has no usual one."""
+    """The options of training, with a number for the rate."""
     if options.training.lr != AUTO:
         return options.training
     usual = usual_rate(options, weights, steps)

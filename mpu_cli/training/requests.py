@@ -97,7 +97,7 @@ def default_requests_path() -> Path:
 
 
 def read_requests(path: Path) -> list[Request]:
-    """All requests, the last one last. Raises MpuError if the file is damaged."""
+    """All requests, the last one last."""
     hint = "put a backup in its place, or remove it: then earlier requests have to be named again"
     requests = []
     for line in read_lines(path, hint):

@@ -216,8 +216,7 @@ class UnlearningTask:
 
     @letting_go
     def run(self) -> UnlearningResult:
-        """Train, and write the delta. Raises UsageError for options that do not go together; MpuError if the model or
-        its tokenizer cannot be used, or training diverged."""
+        """Train, and write the delta."""
         self._prepare()
         training, privacy = self.options.training, self.options.privacy
         losses: list[Losses] = []
@@ -293,8 +292,7 @@ class UnlearningTask:
         )  # fmt: skip
 
     def _prepare(self) -> None:
-        """Check what can be checked before the model is loaded. Raises MpuError for processes that cannot reach each
-        other, UsageError for DP-SGD on several."""
+        """Check what can be checked before the model is loaded."""
         options, rule, observer = self.options, self.stopping_rule, self.observer
         self.objective = check_options(options, rule.goal if rule else None)
         options = in_float32_if_private(options, observer)
@@ -481,8 +479,7 @@ class UnlearningTask:
         return steps, with_rate(self.options, trained_weights, count)
 
     def _open_checkpoints(self, total_steps: int) -> tuple[Checkpoints | None, int]:
-        """The checkpoints of --resume, None without it, and how many steps were taken before. Raises MpuError if those
-        that are there are of another training."""
+        """The checkpoints of --resume, None without it, and how many steps were taken before."""
         if not self.logging.resume:
             return None, 0
         checkpoints = Checkpoints(
@@ -657,7 +654,7 @@ class UnlearningTask:
 
 
 def probabilities_under(public: str, examples: Sequence[Example], at_once: int, device: str) -> list[float]:
-    """How probable the model at ``public`` makes the answers, record by record. Raises MpuError if it lacks tokens."""
+    """How probable the model at ``public`` makes the answers, record by record."""
     model, _ = load(open_model(public), torch.float32, device)
     if max(max(example.ids) for example in examples) >= vocabulary_size(model):
         raise MpuError(f"{public}: has fewer tokens than the model", "name the model that the server's came from")

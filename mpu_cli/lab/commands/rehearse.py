@@ -88,7 +88,7 @@ class Rehearse(Command):
     opening: Opening = group(Opening)
 
     def run(self, observer: Observer = SILENT) -> Rehearsal:
-        """The steps that were tried. Raises UsageError for a training of fixed length, or without records to keep."""
+        """The steps that were tried."""
         from mpu_cli.commands.unlearn import Unlearn
         from mpu_cli.files.boundary import private_umask
         from mpu_cli.protocol.keys import published_base
