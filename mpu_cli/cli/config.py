@@ -77,7 +77,8 @@ def defaults_from(
                 of_fold = unfold(folds[parameter.name], [value], declarations)
                 check_in_files(declarations, of_fold, f"{path}: [{name}] ", hint)
             elif not takes_several:
-                value = _as_given(value, "\n" if parameter.metavar == RECORDS else ",")
+                if isinstance(value, list) and all(isinstance(each, str | int | float) for each in value):
+                    value = ("\n" if parameter.metavar == RECORDS else ",").join(map(str, value))
             elif not isinstance(value, list):
                 value = [value]
             defaults[name][parameter.name] = value
@@ -124,10 +125,3 @@ def _option_name(parameter: Any) -> str:
     """``batch_size`` for ``--batch-size``; the name of an argument."""
     longest = max(parameter.opts, key=len)
     return longest.removeprefix("--").replace("-", "_").lower()
-
-
-def _as_given(value: object, separator: str) -> object:
-    """A value of TOML as it would stand on the command line: a list as one text."""
-    if isinstance(value, list) and all(isinstance(each, str | int | float) for each in value):
-        return separator.join(map(str, value))
-    return value

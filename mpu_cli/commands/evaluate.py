@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.errors import UsageError
 from mpu_cli.observer import SILENT, Observer
@@ -174,7 +174,10 @@ def _table(title: str, forms: Mapping[str, MetricResult], log: RetainLog | None)
 
     rows = []
     for name in dict.fromkeys([*main_metrics(forms), *forms]):
-        row = [name, _with_interval(forms[name]), ARROWS[goal(name, forms[name])]]
+        value, interval = _number(forms[name]["agg_value"]), forms[name].get("interval")
+        if interval:
+            value += f" ({interval[0]:.3g} to {interval[1]:.3g})"
+        row = [name, value, ARROWS[goal(name, forms[name])]]
         if log:
             # privleak was computed against that model; the log's own value was computed without one.
             row.append(_number(0.0 if name == "privleak" else log.value(name)))
@@ -184,8 +187,3 @@ def _table(title: str, forms: Mapping[str, MetricResult], log: RetainLog | None)
 
 def _number(value: float | None) -> str:
     return "–" if value is None else f"{value:.4g}"
-
-
-def _with_interval(form: Mapping[str, Any]) -> str:
-    between = form.get("interval")
-    return _number(form["agg_value"]) + (f" ({between[0]:.3g} to {between[1]:.3g})" if between else "")

@@ -17,7 +17,6 @@ from mpu_cli.wording import command_line, one_line
 
 if TYPE_CHECKING:
     from mpu_cli.files.manifest import CopyManifest
-    from mpu_cli.protocol.noise import Calibration
 
 LONGEST_TEXT = 2000  # characters of a value
 
@@ -97,7 +96,12 @@ def _sealed_facts(path: Path, identity: Path | None, passphrase_file: Path | Non
         if identity or passphrase_file:
             raise
         return {**facts, "opened": f"no: {str(error).removeprefix(f'{path}: ')}"}
-    publication = keys.publication
+    publication, calibration = keys.publication, {}
+    if bound := publication.calibration:
+        calibration["calibrated"] = (
+            f"ε = {bound.epsilon:g}, δ = {bound.delta:g}, S = {bound.sensitivity:g}, against {bound.adversary}, "
+            f"{bound.rounds} rounds, {bound.bound}"
+        )
     noise = publication.scheme.name
     if publication.copies > 1:
         noise += f", cancels up to order {publication.scheme.order - 1}"
@@ -110,7 +114,7 @@ def _sealed_facts(path: Path, identity: Path | None, passphrase_file: Path | Non
         "copies": keys.copies,
         "kappa": publication.kappa,
         "permanent noise": publication.shared_kappa,
-        **({"calibrated": _calibration(publication.calibration)} if publication.calibration else {}),
+        **calibration,
         "symmetries": publication.symmetries,
         "noise": noise,
         "seed": "secret" if publication.seed_is_secret else "from --seed: not secret",
@@ -118,13 +122,6 @@ def _sealed_facts(path: Path, identity: Path | None, passphrase_file: Path | Non
         "base fingerprint": keys.base.fingerprint,
         "pretrained": keys.reference or "none",
     }
-
-
-def _calibration(calibration: Calibration) -> str:
-    return (
-        f"ε = {calibration.epsilon:g}, δ = {calibration.delta:g}, S = {calibration.sensitivity:g}, "
-        f"against {calibration.adversary}, {calibration.rounds} rounds, {calibration.bound}"
-    )
 
 
 def _mode(path: Path) -> str:

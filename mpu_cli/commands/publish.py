@@ -19,7 +19,6 @@ from mpu_cli.text import read_text
 from mpu_cli.wording import command_line, few
 
 if TYPE_CHECKING:
-    from mpu_cli.model.source import Model
     from mpu_cli.protocol.keys import Keys
     from mpu_cli.protocol.publish import Published, PublishPlan
     from mpu_cli.protocol.review import Remark, Reviewed
@@ -95,8 +94,17 @@ class Publish(Command):
         from mpu_cli.protocol.publish import Target, plan_publish
         from mpu_cli.records.read import read_records
 
-        recipients = self._copy_recipients()
-        only = None if self.only is None else _parse_copy_numbers(self.only)
+        recipients = [] if self.copy_recipients is None else [part.strip() for part in self.copy_recipients.split(",")]
+        if not all(recipients):
+            raise UsageError(
+                f"--copy-recipients {self.copy_recipients!r}: a recipient is empty", "give one for each copy"
+            )
+        only = None
+        if self.only is not None:
+            numbers = [part.strip() for part in self.only.split(",")]
+            if not all(part.isdigit() for part in numbers):
+                raise UsageError(f"--only {self.only}: copies are numbered", "name them as 1 or 2,3")
+            only = [int(part) for part in numbers]
         if self.probe:
             read_records(self.probe)  # before the work
         model = open_model(self.base)
@@ -106,7 +114,14 @@ class Publish(Command):
         if self.run_name and self.run_name != run_of_base:  # another request
             following_round = 1
         round_ = following_round if self.round is None else self.round
-        self._check_keeps_permanent_noise(model)
+        made_by = read_model_manifest(model.folder)
+        has_scale = self.publishing.disguise.sets_scale or self.publishing.calibration.epsilon is not None
+        if made_by and made_by.permanent and self.public is None and not has_scale:
+            raise UsageError(
+                f"{self.base}: the copies of round {made_by.round} had permanent noise, and those of the next would "
+                "not",
+                "name the public model with --public again, or choose --kappa or --permanent-noise",
+            )
         path = self.keys or keys_path(round_)
         existing_keys = opened_keys(path, self.opening, observer) if only is not None and path.exists() else None
         publishing, disguise = self.publishing, self.publishing.disguise
@@ -227,28 +242,6 @@ class Publish(Command):
             tell = observer.warn if self.out else observer.note
             tell(f"safe to send: the copies alone; the folder that they are in also holds the keys, {keys.name}")
 
-    def _copy_recipients(self) -> list[str]:
-        """The parts of --copy-recipients; none if copies are not sealed."""
-        if self.copy_recipients is None:
-            return []
-        parts = [part.strip() for part in self.copy_recipients.split(",")]
-        if not all(parts):
-            raise UsageError(
-                f"--copy-recipients {self.copy_recipients!r}: a recipient is empty", "give one for each copy"
-            )
-        return parts
-
-    def _check_keeps_permanent_noise(self, model: Model) -> None:
-        """Raise UsageError if the last round's copies had permanent noise and these would not have any."""
-        manifest = read_model_manifest(model.folder)
-        chosen = self.publishing.disguise.sets_scale or self.publishing.calibration.epsilon is not None
-        if manifest and manifest.permanent and self.public is None and not chosen:
-            raise UsageError(
-                f"{self.base}: the copies of round {manifest.round} had permanent noise, and those of the next would "
-                "not",
-                "name the public model with --public again, or choose --kappa or --permanent-noise",
-            )
-
 
 def command_to_publish(model: Path, keys: Keys) -> str:
     """The command that publishes ``model`` as the last publication was: with noise of its kind and scale, its
@@ -347,11 +340,3 @@ def _say(remarks: Iterable[Remark], observer: Observer) -> None:
     for remark in remarks:
         say = observer.warn if remark.is_warning else observer.note
         say(remark.text)
-
-
-def _parse_copy_numbers(text: str) -> list[int]:
-    """The numbers of the copies that ``--only`` names."""
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() for part in parts):
-        raise UsageError(f"--only {text}: copies are numbered", "name them as 1 or 2,3")
-    return [int(part) for part in parts]

@@ -84,9 +84,10 @@ class Receipt(Command):
     def run(self, observer: Observer = SILENT) -> Read:
         """Check the signatures, countersign, compare the records, as far as each is asked for."""
         from mpu_cli.files.resumption import write_atomically
-        from mpu_cli.measuring.receipt import as_text, check_signatures, public_key_of, read_receipt
+        from mpu_cli.measuring.receipt import as_text, check_signatures, commitment_to, public_key_of, read_receipt
         from mpu_cli.protocol.publication import server_secret
         from mpu_cli.protocol.updates import CheckedUpdate, write_update
+        from mpu_cli.records.read import read_records
 
         for name in ("copy", "before", "base"):
             if getattr(self, name) and not self.keys:
@@ -113,7 +114,14 @@ class Receipt(Command):
         if not self.forget:
             return Read(document, public_keys, pinned, None)
         key = self._opening_key(document)
-        return Read(document, public_keys, pinned, key.hex(), self._mismatch(document, key))
+        sources = {"forget": self.forget, "retain": self.retain, "unseen": self.unseen}
+        sets = {name: read_records(source, self.reading) for name, source in sources.items() if source}
+        mismatch = None
+        if commitment_to(sets, key) != document.records:
+            mismatch = MpuError(
+                f"{self.file}: other records were measured, or the key is another's", "name those of `mpu check`"
+            )
+        return Read(document, public_keys, pinned, key.hex(), mismatch)
 
     def _check_pinned(self, party: str, public_keys: Mapping[str, str], pinned: Mapping[str, str | None]) -> None:
         expected = pinned[party]
@@ -181,19 +189,6 @@ class Receipt(Command):
             raise UsageError(
                 "--opening: not hexadecimal", "use what the client's `mpu receipt --forget` printed"
             ) from error
-
-    def _mismatch(self, document: Document, key: bytes) -> MpuError | None:
-        """The mismatch, if the commitment is not to the records that are named."""
-        from mpu_cli.measuring.receipt import commitment_to
-        from mpu_cli.records.read import read_records
-
-        sources = {"forget": self.forget, "retain": self.retain, "unseen": self.unseen}
-        sets = {name: read_records(source, self.reading) for name, source in sources.items() if source}
-        if commitment_to(sets, key) == document.records:
-            return None
-        return MpuError(
-            f"{self.file}: other records were measured, or the key is another's", "name those of `mpu check`"
-        )
 
     def report(self, read: Read, observer: Observer) -> Report:
         from mpu_cli.files.boundary import as_entries

@@ -248,10 +248,18 @@ def facts_of_folder(folder: Path) -> dict[str, Any] | None:
 def _add_receipts(folder: Path, folders: list[Path], rounds: Mapping[tuple[str, int], Round]) -> list[str]:
     """Give rounds the verdicts of the receipts that lie in ``folder`` and in the ``folders`` in it; returns those whose
     signatures are wrong, with the reason."""
-    from mpu_cli.measuring.receipt import check_signatures, read_receipt
+    from mpu_cli.measuring.receipt import check_signatures, public_key_of, read_receipt
+    from mpu_cli.protocol import publication
+    from mpu_cli.training import ledger
 
     wrong: list[str] = []
-    keys_here = _keys_here()
+    secrets = {
+        "client": (ledger.default_secret_path(), ledger.own_client_secret),
+        "server": (publication.default_secret_path(), publication.server_secret),
+    }
+    keys_here = {}  # with which this machine signs, by party; None for a party that it never was
+    for party, (secret_path, read) in secrets.items():
+        keys_here[party] = public_key_of(party, read()) if secret_path.exists() else None
     files = [path for place in (folder, *folders) for path in _entries(place)]
     for path in [each for each in files if each.suffix == ".json" and each.is_file()]:
         try:
@@ -279,19 +287,6 @@ def _add_receipts(folder: Path, folders: list[Path], rounds: Mapping[tuple[str, 
             if not client_is_here:
                 round_.signed += f", and a client with the public key {client}: is that yours?"
     return wrong
-
-
-def _keys_here() -> dict[str, str | None]:
-    """The public keys with which this machine signs, by party; None for a party that it never was."""
-    from mpu_cli.measuring.receipt import public_key_of
-    from mpu_cli.protocol import publication
-    from mpu_cli.training import ledger
-
-    secrets = {
-        "client": (ledger.default_secret_path(), ledger.own_client_secret),
-        "server": (publication.default_secret_path(), publication.server_secret),
-    }
-    return {party: public_key_of(party, read()) if path.exists() else None for party, (path, read) in secrets.items()}
 
 
 def _entries(folder: Path) -> list[Path]:

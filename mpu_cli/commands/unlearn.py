@@ -382,6 +382,9 @@ class Unlearn(Command):
 
     def _targets(self, copies: Sequence[str]) -> dict[str, Path]:
         """The path of each copy's delta."""
+        from mpu_cli.files.reader import INDEX
+        from mpu_cli.records.read import RECORD_SUFFIXES
+
         several, out, references = len(copies) > 1, self.out, self.reference_file
         if several and out is not None and Path(out).suffix == SUFFIX:
             raise UsageError(f"--out {out}: one file for {len(copies)} deltas", "name a directory")
@@ -389,7 +392,11 @@ class Unlearn(Command):
             raise UsageError(f"--reference-file {references}: one file for {len(copies)} copies", "name a directory")
         targets: dict[str, Path] = {}
         for copy in copies:
-            _check_not_records(copy)
+            # A shell's pattern may name them; the index of a sharded model is JSON, too.
+            if Path(copy).suffix in RECORD_SUFFIXES and not copy.endswith(INDEX):
+                raise UsageError(
+                    f"{copy}: holds records and is no copy", "repeat --forget or --retain for several files"
+                )
             # With a separator at its end, it is a directory.
             folder = f"{out}{os.sep}" if several and out is not None else out
             target = delta_path(folder, copy, round_of_copy(Path(copy)))
@@ -506,13 +513,3 @@ def _spent_together(spent: Mapping[str, float], earlier: int) -> str:
     if math.isinf(total):
         return f"with the {earlier} trainings before it, no bound holds: some had no --dp epsilon"
     return f"with the {earlier} trainings before it: ε = {total:.3g}"
-
-
-def _check_not_records(copy: str) -> None:
-    """Raise UsageError for a file of records, which a shell's pattern may name. The index of a sharded model is JSON,
-    too, and is allowed."""
-    from mpu_cli.files.reader import INDEX
-    from mpu_cli.records.read import RECORD_SUFFIXES
-
-    if Path(copy).suffix in RECORD_SUFFIXES and not copy.endswith(INDEX):
-        raise UsageError(f"{copy}: holds records and is no copy", "repeat --forget or --retain for several files")

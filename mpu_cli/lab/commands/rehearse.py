@@ -91,6 +91,9 @@ class Rehearse(Command):
         """The steps that were tried."""
         from mpu_cli.commands.unlearn import Unlearn
         from mpu_cli.files.boundary import private_umask
+        from mpu_cli.model.source import open_model
+        from mpu_cli.protocol.combine import aggregate, plan_aggregate
+        from mpu_cli.protocol.deltas import owners_of
         from mpu_cli.protocol.keys import published_base
         from mpu_cli.protocol.updates import RehearsedStep, write_update
 
@@ -107,23 +110,21 @@ class Rehearse(Command):
                     "rehearse: needs a training until it is done, and records to hold out of it",
                     "leave out --epochs and --dp epsilon, and give --retain",
                 )
-            self._check_copies(keys, [Path(copy) for copy in plan.targets])
-            deltas = self._deltas(plan, observer)
-            updated = self._updated(base, keys, deltas, Path(scratch) / "model", observer)
+            manifests = [read_copy_manifest(Path(copy)) for copy in plan.targets if Path(copy).is_dir()]
+            if sorted(manifest.copy_id for manifest in manifests if manifest) != sorted(keys.copy_ids):
+                raise MpuError(
+                    f"{self.keys}: is of {counted(keys.copies, 'copy', 'copies')}, and not these",
+                    "name all copies of its publication, as folders that are not sealed",
+                )
+            owners = owners_of(self._deltas(plan, observer), [keys])
+            once = Aggregating(server_lr=1.0, dtype="float32")
+            update = plan_aggregate(base, owners, once, out=Path(scratch) / "model", trust_deltas=True)
+            aggregate(update, observer=PrefixedObserver(observer, "aggregate"))
+            updated = open_model(str(update.out))
             rehearsal = Rehearsal(_try_steps(base, updated, keys, plan, observer), self.goal)
         if rehearsal.step is not None:
             write_update(RehearsedStep(keys.run, keys.round, keys.base.fingerprint, rehearsal.step), observer)
         return rehearsal
-
-    def _check_copies(self, keys: Keys, copies: Sequence[Path]) -> None:
-        """Raise MpuError, before the work, unless they are all copies of the publication, opened."""
-        manifests = [read_copy_manifest(copy) for copy in copies if copy.is_dir()]
-        named = sorted(manifest.copy_id for manifest in manifests if manifest)
-        if named != sorted(keys.copy_ids):
-            raise MpuError(
-                f"{self.keys}: is of {counted(keys.copies, 'copy', 'copies')}, and not these",
-                "name all copies of its publication, as folders that are not sealed",
-            )
 
     def _deltas(self, plan: UnlearnPlan, observer: Observer) -> list[Path]:
         """Each copy's delta, in no ledger and without a tag."""
@@ -140,17 +141,6 @@ class Rehearse(Command):
             if stopping_rule and stopping_rule.schedule is None:
                 stopping_rule = replace(stopping_rule, schedule=result.schedule)
         return list(plan.targets.values())
-
-    def _updated(self, base: Model, keys: Keys, deltas: Sequence[Path], out: Path, observer: Observer) -> Model:
-        """The base plus once the update."""
-        from mpu_cli.model.source import open_model
-        from mpu_cli.protocol.combine import aggregate, plan_aggregate
-        from mpu_cli.protocol.deltas import owners_of
-
-        whole = Aggregating(server_lr=1.0, dtype="float32")
-        plan = plan_aggregate(base, owners_of(list(deltas), [keys]), whole, out=out, trust_deltas=True)
-        aggregate(plan, observer=PrefixedObserver(observer, "aggregate"))
-        return open_model(str(out))
 
     def tables(self, rehearsal: Rehearsal) -> Sequence[Table]:
         rows = [
