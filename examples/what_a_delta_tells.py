@@ -1,7 +1,7 @@
 """What the server learns about the forget set from the model it receives: which records that model knows less well.
 
-mpu eval BEFORE --forget-split forget01 --metrics forget_Q_A_Prob,retain_Q_A_Prob --out before.json
-mpu eval AFTER  --forget-split forget01 --metrics forget_Q_A_Prob,retain_Q_A_Prob --out after.json
+mpu eval BEFORE --benchmark tofu:forget01 --metrics forget_Q_A_Prob,retain_Q_A_Prob --out before.json
+mpu eval AFTER  --benchmark tofu:forget01 --metrics forget_Q_A_Prob,retain_Q_A_Prob --out after.json
 python examples/what_a_delta_tells.py before.json after.json
 
 Prints the AUC of an attack that guesses that the forgotten records are those whose log-probability fell most: 0.5 is

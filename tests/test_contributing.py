@@ -112,7 +112,7 @@ def test_each_recipe_does_what_it_says(tmp_path: Path) -> None:
         "--out",
         "t.json",
     )
-    as_tofu = ("--benchmark", "tofu", "--forget-split", "forget", "--metrics", "forget_Q_A_Prob")
+    as_tofu = ("--benchmark", "tofu:forget", "--metrics", "forget_Q_A_Prob")
     tofu = mpu("eval", base, *as_tofu, "--reading", f"data_dir={folder}", "--out", "tofu.json")
     assert trivia["metrics"]["forget_Q_A_Prob"] == tofu["metrics"]["forget_Q_A_Prob"]
     assert "forget_Q_A_Prob_in_retain_context" in trivia["metrics"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -111,9 +111,7 @@ class Evaluate(Command):
         if log and benchmark.attacks:
             options = log.document.get("options")
             then = options.get("attacks") if isinstance(options, Mapping) else None
-            now = asdict(how.recovery)
-            now["attacks"] = list(now["attacks"])  # as the log has it: JSON has no tuples
-            if isinstance(then, Mapping) and (changed := list(differences(then, now))):
+            if isinstance(then, Mapping) and (changed := list(differences(then, how.recovery.document))):
                 observer.warn(f"{log.path}: its attacks were others ({few(changed)}), so what they bring back differs")
         if self.plot:
             extension("plots").check_target(self.plot, self.force)

@@ -186,7 +186,7 @@ SMALL = Scenario(
         "retain_Q_A_ROUGE", "extraction_strength", "mia_min_k", "privleak", RELEARNED,
     ),
     retain_model=True,
-    recovery=Recovery(attacks=("relearn",), relearn_lr=3e-4),
+    recovery=Recovery(attacks=("relearn:20:3e-4",)),
 )  # fmt: skip
 # A real model on two cores: fewer people, and what can be shown.
 REAL = Scenario(people=10, forgotten=2, unseen=6, evaluated=3, epochs=8, metrics=KNOWLEDGE)
@@ -320,7 +320,7 @@ def _measure(
     retain = read_retain_log(log) if log.exists() else None
     sources = {name: str(paths[name]) for name in ("forget", "retain", "holdout")}
     forget, retain_records, unseen = read_own(sources, RecordFormat())
-    benchmark = replace(own_records(forget, retain_records, unseen, retain), attacks=story.recovery.attacks)
+    benchmark = replace(own_records(forget, retain_records, unseen, retain), attacks=tuple(story.recovery.names))
     names = tuple(name for name in story.metrics if name in benchmark.metrics)
     scoring = Scoring(device=story.device)
     result = evaluate(

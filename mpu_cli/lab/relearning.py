@@ -169,7 +169,7 @@ def relearn(run: Run, splits: Sequence[Split], advance: Advance) -> dict[str, ob
     [forget] = splits
     items, options, model = run.encoded_items(forget), run.options.recovery, run.model
     if model.dtype not in (torch.float32, torch.float64):
-        raise UsageError("--attacks relearn: small steps round away in half precision", "use --dtype float32")
+        raise UsageError("--attacks relearn: small steps round away in half precision", "use --scoring dtype=float32")
     if len(items) < 2:
         raise UsageError("--attacks relearn: needs two records to forget or more")
     half = len(items) // 2

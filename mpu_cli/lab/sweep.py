@@ -5,7 +5,7 @@ algo = ["npo", "simnpo"]
 mode = ["clean", "noised", "mpu"]
 
 [eval]                               # options of `mpu eval`, by name
-forget_split = "forget01"
+benchmark = "tofu:forget01"
 
 [[cases]]                            # options that change together; the grid is run for each
 forget = "tofu:forget01"

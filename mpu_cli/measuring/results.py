@@ -10,7 +10,7 @@ import platform
 import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -239,7 +239,7 @@ def facts_of(subject: Subject, benchmark: Benchmark, used: Sequence[Split], opti
             **({"max_new_tokens": scoring.max_new_tokens} if scoring.max_new_tokens else {}),
             "system_prompt": prompts.system_prompt if template == "chat" else None,
             "date": prompts.date if template == "chat" else None,
-            **({"attacks": asdict(options.recovery)} if benchmark.attacks else {}),
+            **({"attacks": options.recovery.document} if benchmark.attacks else {}),
         },
         "versions": {"python": platform.python_version()} | {name: _version(name) for name in VERSIONS},
         "hardware": {"device": device, "name": name_of(torch_device), "threads": torch.get_num_threads()},

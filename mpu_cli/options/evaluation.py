@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar
 
-from mpu_cli.options.declare import Fold, Options, group, option
+from mpu_cli.errors import UsageError
+from mpu_cli.options.declare import Fold, Options, Range, group, option
 from mpu_cli.options.names import ATTACKS, BENCHMARKS
 from mpu_cli.options.publishing import StoredDtype
 from mpu_cli.options.unlearning import DEVICE, Goal, Prompts, Quantization, RecordFormat
 
 SCORING = Fold("scoring", "How the model computes.")
+ATTACK_NUMBERS: dict[str, tuple[float, ...]] = {"relearn": (20, 1e-5), "sample": (8,)}  # after a colon each
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,12 +24,11 @@ class BenchmarkOptions(Options):
 
     benchmark: str | None = option(
         None,
-        "TOFU, MUSE, WMDP with MMLU beside it (both by EleutherAI's harness), or your own questions and answers "
-        "(default: qa where records are named, muse where a corpus is, else tofu).",
-        choices=BENCHMARKS,
+        "tofu:SPLIT (default: forget10), muse:CORPUS (news or books; default: news), wmdp with MMLU beside it (both by "
+        "EleutherAI's harness), or qa, your own questions and answers (default: qa where records are named, else "
+        "tofu).",
+        metavar="NAME",
     )
-    forget_split: str | None = option(None, "TOFU forget split (default: forget10).", metavar="SPLIT")
-    corpus: Literal["news", "books"] | None = option(None, "MUSE corpus (default: news).")
     forget: str | None = option(
         None,
         "qa: records to forget, as for unlearn. Fields paraphrased_answer (text) and perturbed_answer (list of wrong "
@@ -38,6 +39,13 @@ class BenchmarkOptions(Options):
     unseen: str | None = option(None, "qa: records of the same kind that no model saw.", metavar="DATA")
     reading: RecordFormat = group(RecordFormat)
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.chosen not in BENCHMARKS:
+            raise UsageError(f"--benchmark {self.benchmark}: must be one of {', '.join(BENCHMARKS)}")
+        if self.part and self.chosen not in ("tofu", "muse"):
+            raise UsageError(f"--benchmark {self.benchmark}: {self.chosen} has no parts", f"write {self.chosen} alone")
+
     @property
     def names_records(self) -> bool:
         return bool(self.forget or self.retain or self.unseen)
@@ -45,15 +53,18 @@ class BenchmarkOptions(Options):
     @property
     def chosen(self) -> str:
         if self.benchmark:
-            return self.benchmark
-        if self.names_records:
-            return "qa"
-        return "muse" if self.corpus else "tofu"
+            return self.benchmark.partition(":")[0]
+        return "qa" if self.names_records else "tofu"
+
+    @property
+    def part(self) -> str | None:
+        """TOFU's forget split or MUSE's corpus, if one is named."""
+        return (self.benchmark or "").partition(":")[2] or None
 
     @property
     def names_benchmark(self) -> bool:
         """Whether an option says which benchmark is meant."""
-        return bool(self.benchmark or self.names_records or self.reading.data_dir or self.forget_split or self.corpus)
+        return bool(self.benchmark or self.names_records or self.reading.data_dir)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,12 +136,62 @@ class Recovery(Options):
     attacks: tuple[str, ...] = option(
         (),
         f"Try to bring back what was forgotten, and measure how far that goes: {', '.join(ATTACKS)} (comma-separated; "
-        "for questions, as of tofu and qa).",
+        "for questions, as of tofu and qa). relearn:STEPS:RATE fine-tunes on one half of the forget set (default: 20 "
+        "steps at 1e-5); of sample:N answers to a question the best counts (default: 8).",
         metavar="NAMES",
     )
-    samples: int = option(8, "sample: answers drawn for each question, of which the best counts.", least=1)
-    relearn_steps: int = option(20, "relearn: steps of fine-tuning on one half of the forget set.", least=1)
-    relearn_lr: float = option(1e-5, "relearn: their learning rate.", above=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for attack in self.attacks:
+            name, *numbers = attack.split(":")
+            if name not in ATTACKS:
+                raise UsageError(f"--attacks {name}: must be one of {', '.join(ATTACKS)}")
+            if len(numbers) > len(ATTACK_NUMBERS.get(name, ())):
+                raise UsageError(f"--attacks {attack}: too many numbers", "see --attacks in --help")
+            self._numbers(name)
+
+    @property
+    def names(self) -> list[str]:
+        return [attack.partition(":")[0] for attack in self.attacks]
+
+    @property
+    def samples(self) -> int:
+        return int(self._numbers("sample")[0])
+
+    @property
+    def relearn_steps(self) -> int:
+        return int(self._numbers("relearn")[0])
+
+    @property
+    def relearn_lr(self) -> float:
+        return self._numbers("relearn")[1]
+
+    @property
+    def document(self) -> dict[str, object]:
+        """The attacks and their numbers, as result files have them."""
+        return {
+            "attacks": self.names,
+            "samples": self.samples,
+            "relearn_steps": self.relearn_steps,
+            "relearn_lr": self.relearn_lr,
+        }
+
+    def _numbers(self, name: str) -> list[float]:
+        """The numbers after the attack ``name``, and the defaults of those that are missing. Raises UsageError."""
+        numbers: list[float] = list(ATTACK_NUMBERS[name]) if name in ATTACK_NUMBERS else []
+        for attack in self.attacks:
+            given, *texts = attack.split(":")
+            for i, text in enumerate(texts if given == name else ()):
+                kind = type(ATTACK_NUMBERS[name][i])
+                expected = "a whole number of at least 1" if kind is int else "a number above 0"
+                try:
+                    numbers[i] = kind(text)
+                except ValueError as error:
+                    raise UsageError(f"--attacks {attack}: {text}: must be {expected}") from error
+                if numbers[i] not in Range(above=0):
+                    raise UsageError(f"--attacks {attack}: {text}: must be {expected}")
+        return numbers
 
 
 @dataclass(frozen=True, kw_only=True)

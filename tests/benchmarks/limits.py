@@ -254,7 +254,7 @@ def main() -> None:
         "dtype=float32",
         "--trust-copy",
     )
-    attacks = ("--attacks", "quantise,relearn", "--relearn-steps", options.steps)
+    attacks = ("--attacks", f"quantise,relearn:{options.steps}")
     computed("eval", tuple(dict.fromkeys(PARTS.values())), "eval", unlearned, *records, *attacks, "--scoring",
     "dtype=float32",
              "--out", options.folder / "eval.json")  # fmt: skip

@@ -83,7 +83,7 @@ def main(paths: list[Path], runs: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
         mpu_command = [
-            *MPU, "eval", model, "--benchmark", "tofu", "--reading", f"data_dir={data}", "--forget-split", FORGET,
+            *MPU, "eval", model, "--benchmark", f"tofu:{FORGET}", "--reading", f"data_dir={data}",
             "--force",
             "--reference-model", reference, "--retain-log", log, "--batch-size", BATCH, "--device", "cpu",
             "--out", out / "mpu.json",

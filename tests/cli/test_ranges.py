@@ -28,8 +28,7 @@ LINES = {
     "watch": "watch spool --once --work work",
     "audit-delta": "audit-delta copy_1 deltas/copy_1.safetensors",
     "ask": "ask copy_1 Who?",
-    "eval": "eval model --forget forget.jsonl --retain retain.jsonl --attacks sample,relearn --relearn-steps 1 "
-    "--samples 1",
+    "eval": "eval model --forget forget.jsonl --retain retain.jsonl --attacks sample:1,relearn:1",
     "tune": "tune copy_1 --algo npo --trials 1 --most-epochs 1",
     "plan": "plan model --forget forget.jsonl",
     "run": "run model --copies 2 --unlearn max_steps=1 --rounds 1 --out experiment",
@@ -60,7 +59,7 @@ NEEDED_TO_PUBLISH = {
 }
 # How long a command works, or how much it holds: there is an end where nobody waits for it.
 WORK = {
-    "epochs", "rounds", "trials", "most_epochs", "relearn_steps", "samples", "max_steps", "prompts_per_term", "poll",
+    "epochs", "rounds", "trials", "most_epochs", "max_steps", "prompts_per_term", "poll",
     "lora_rank", "jobs", "length", "max_new_tokens",
 }  # fmt: skip
 

@@ -161,11 +161,11 @@ def test_the_papers_own_average() -> None:
 
 def test_a_recipe_extends_another(mpu: Callable, tmp_path: Path) -> None:
     (tmp_path / "below.toml").write_text(
-        'base = "a"\nalgo = "npo"\nkappa = 0.1\n[eval]\nbenchmark = "qa"\ncorpus = "news"\n'
+        'base = "a"\nalgo = "npo"\nkappa = 0.1\n[eval]\nbenchmark = "qa"\nreference_model = "b"\n'
     )
-    (tmp_path / "own.toml").write_text('extends = "below.toml"\nkappa = 0.2\n[eval]\ncorpus = "books"\n')
+    (tmp_path / "own.toml").write_text('extends = "below.toml"\nkappa = 0.2\n[eval]\nreference_model = "c"\n')
     read = read_recipe(tmp_path / "own.toml")
-    assert read == {"base": "a", "algo": "npo", "kappa": 0.2, "eval": {"benchmark": "qa", "corpus": "books"}}
+    assert read == {"base": "a", "algo": "npo", "kappa": 0.2, "eval": {"benchmark": "qa", "reference_model": "c"}}
     for text, complaint in (('"../below.toml"', "same folder"), ("3", "same folder"), ('"own.toml"', "extends")):
         (tmp_path / "own.toml").write_text(f"extends = {text}\n")
         assert complaint in mpu("sweep", "own.toml", "--dry-run", cwd=tmp_path, check=False).err

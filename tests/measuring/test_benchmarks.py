@@ -63,9 +63,7 @@ class TestMuse:
             "eval",
             model,
             "--benchmark",
-            "muse",
-            "--corpus",
-            "books",
+            "muse:books",
             "--reading",
             f"data_dir={muse},template=plain",
             "--out",
@@ -278,8 +276,8 @@ class TestCompare:
         common = (
             "--reading",
             f"data_dir={tofu}",
-            "--forget-split",
-            "forget01",
+            "--benchmark",
+            "tofu:forget01",
             "--metrics",
             "forget_Q_A_Prob,mia_loss",
         )
@@ -313,7 +311,7 @@ class TestCompare:
     def test_privleak_is_marked_against_one_retain_model_only(
         self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path
     ) -> None:
-        mpu("eval", model, "--reading", f"data_dir={tofu}", "--forget-split", "forget01", "--metrics", "mia_loss",
+        mpu("eval", model, "--reading", f"data_dir={tofu}", "--benchmark", "tofu:forget01", "--metrics", "mia_loss",
             "--out",
             tmp_path / "eval.json")  # fmt: skip
         document = json.loads((tmp_path / "eval.json").read_text())
@@ -328,7 +326,7 @@ class TestCompare:
     def test_the_retain_model_is_the_target(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
         """Its PrivLeak is 0 and it gets no mark; the attack nearest to it is the best, even if another is nearer 0.5,
         with its own result in the table or without."""
-        common = ("--reading", f"data_dir={tofu}", "--forget-split", "forget01", "--metrics", "mia_min_k,privleak")
+        common = ("--reading", f"data_dir={tofu}", "--benchmark", "tofu:forget01", "--metrics", "mia_min_k,privleak")
         other = save(random_model("llama", seed=5), tmp_path / "other")
         mpu("eval", model, *common, "--out", tmp_path / "retain.json")
         mpu("eval", other, *common, "--retain-log", tmp_path / "retain.json", "--out", tmp_path / "a.json")
@@ -386,7 +384,7 @@ def test_the_harness(mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> 
         "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
     )
     results = mpu(
-        "eval", model, "--reading", f"data_dir={tofu}", "--forget-split", "forget01", "--metrics", "mia_loss",
+        "eval", model, "--reading", f"data_dir={tofu}", "--benchmark", "tofu:forget01", "--metrics", "mia_loss",
         "--lm-eval",
         tmp_path / "task.yaml", "--out", tmp_path / "e.json", "--json",
     ).json["metrics"]  # fmt: skip

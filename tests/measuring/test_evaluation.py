@@ -78,7 +78,7 @@ class TestCommand:
         """TOFU's metrics on a random model, computed here from their definitions, one record at a time."""
         reference = save(random_model("llama", seed=9), tmp_path / "reference")
         out = mpu(
-            "eval", model, "--reading", f"data_dir={tofu}", "--forget-split", "forget01", "--reference-model",
+            "eval", model, "--reading", f"data_dir={tofu}", "--benchmark", "tofu:forget01", "--reference-model",
             reference,
             "--out", tmp_path / "eval.json", "--scoring", "batch_size=4", "--json",
         ).json["metrics"]  # fmt: skip
@@ -158,8 +158,8 @@ class TestCommand:
                 model,
                 "--reading",
                 f"data_dir={tofu}",
-                "--forget-split",
-                "forget01",
+                "--benchmark",
+                "tofu:forget01",
                 "--scoring",
                 f"batch_size={size}",
                 "--out",
@@ -179,7 +179,7 @@ class TestCommand:
                 if (folder / name).exists():
                     edit(folder / name, pad_token=pad)
             out = folder / "eval.json"
-            command = ("eval", folder, "--reading", f"data_dir={tofu}", "--forget-split", "forget01", "--out", out)
+            command = ("eval", folder, "--reading", f"data_dir={tofu}", "--benchmark", "tofu:forget01", "--out", out)
             notes.append(mpu(*command, "--metrics", "forget_Q_A_Prob").err)
             results.append(json.loads(out.read_text())["metrics"]["forget_Q_A_Prob"])
         assert results[0] == results[1] == results[2]
@@ -196,8 +196,8 @@ class TestCommand:
             model,
             "--reading",
             f"data_dir={tofu}",
-            "--forget-split",
-            "forget01",
+            "--benchmark",
+            "tofu:forget01",
             "--metrics",
             "forget_truth_ratio",
             "--out",
@@ -210,7 +210,7 @@ class TestCommand:
     @pytest.mark.slow
     def test_its_result_is_a_retain_log(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
         log, out = tmp_path / "retain.json", tmp_path / "eval.json"
-        common = ("--reading", f"data_dir={tofu}", "--forget-split", "forget01")
+        common = ("--reading", f"data_dir={tofu}", "--benchmark", "tofu:forget01")
         mpu("eval", model, *common, "--out", log)
         results = mpu("eval", model, *common, "--retain-log", log, "--out", out, "--json").json["metrics"]
         assert results["forget_quality"] == pytest.approx(1)  # the same model
@@ -243,7 +243,7 @@ class TestCommand:
 
     @pytest.mark.slow
     def test_goes_on_after_a_kill(self, mpu: Callable, model: Path, tofu: Path, tmp_path: Path) -> None:
-        arguments = ["eval", str(model), "--reading", f"data_dir={tofu!s}", "--forget-split", "forget01"]
+        arguments = ["eval", str(model), "--reading", f"data_dir={tofu!s}", "--benchmark", "tofu:forget01"]
         mpu(*arguments, "--out", tmp_path / "whole.json")
         out = tmp_path / "eval.json"
         partial = tmp_path / ".eval.json.partial"
@@ -270,8 +270,8 @@ class TestCommand:
             model,
             "--reading",
             f"data_dir={tofu}",
-            "--forget-split",
-            "forget01",
+            "--benchmark",
+            "tofu:forget01",
             "--metrics",
             "mia_loss",
             "--out",
@@ -289,8 +289,8 @@ class TestCommand:
             path,
             "--reading",
             f"data_dir={tofu}",
-            "--forget-split",
-            "forget01",
+            "--benchmark",
+            "tofu:forget01",
             "--out",
             tmp_path / "e",
             check=False,
@@ -305,7 +305,7 @@ class TestCommand:
         with torch.no_grad():
             broken.model.norm.weight.fill_(math.nan)
         save(broken, tmp_path / "nan")
-        options = ("--reading", f"data_dir={tofu}", "--forget-split", "forget01", "--metrics", "forget_Q_A_ROUGE")
+        options = ("--reading", f"data_dir={tofu}", "--benchmark", "tofu:forget01", "--metrics", "forget_Q_A_ROUGE")
         refused = mpu("eval", tmp_path / "nan", *options, "--out", tmp_path / "n.json", check=False)
         assert refused.status == 1
         assert "forget01_perturbed.json" in refused.err
@@ -319,8 +319,8 @@ class TestCommand:
         options = (
             "--reading",
             f"data_dir={tofu}",
-            "--forget-split",
-            "forget01",
+            "--benchmark",
+            "tofu:forget01",
             "--metrics",
             "forget_Q_A_Prob,retain_Q_A_Prob",
         )
@@ -351,8 +351,8 @@ class TestCommand:
             model,
             "--reading",
             f"data_dir={tofu}",
-            "--forget-split",
-            "forget01",
+            "--benchmark",
+            "tofu:forget01",
             "--force",
             "--out",
             tmp_path / "e.json",
@@ -384,14 +384,14 @@ class TestCommand:
 @pytest.mark.parametrize(
     ("arguments", "status", "said"),
     [
-        (["--forget-split", "forget02"], 1, "no split 'forget02_perturbed'"),
-        (["--forget-split", "retain90"], 2, "forget01"),
-        (["--forget-split", "forget01", "--metrics", "accuracy"], 2, "no such metric"),
-        (["--forget-split", "forget01", "--metrics", "forget_quality"], 2, "needs --retain-log"),
-        (["--forget-split", "forget01", "--metrics", "mia_reference"], 2, "--reference-model"),
-        (["--forget-split", "forget01", "--retain-log", "{tofu}/holdout01.json"], 1, "holdout01.json: not JSON"),
-        (["--forget-split", "forget01", "--scoring", "batch_size=0"], 2, "at least 1"),
-        (["--forget-split", "forget01", "--plot", "picture.jpg"], 2, ".png, .svg, .pdf, .html"),
+        (["--benchmark", "tofu:forget02"], 1, "no split 'forget02_perturbed'"),
+        (["--benchmark", "tofu:retain90"], 2, "forget01"),
+        (["--benchmark", "tofu:forget01", "--metrics", "accuracy"], 2, "no such metric"),
+        (["--benchmark", "tofu:forget01", "--metrics", "forget_quality"], 2, "needs --retain-log"),
+        (["--benchmark", "tofu:forget01", "--metrics", "mia_reference"], 2, "--reference-model"),
+        (["--benchmark", "tofu:forget01", "--retain-log", "{tofu}/holdout01.json"], 1, "holdout01.json: not JSON"),
+        (["--benchmark", "tofu:forget01", "--scoring", "batch_size=0"], 2, "at least 1"),
+        (["--benchmark", "tofu:forget01", "--plot", "picture.jpg"], 2, ".png, .svg, .pdf, .html"),
         (["--benchmark", "muse"], 1, "no split"),
         (["--benchmark", "qa", "--forget", "{tofu}/missing.json"], 1, "missing.json"),
         (["--benchmark", "tofu", "--forget", "{tofu}/holdout01.json"], 2, "--benchmark qa"),
@@ -410,7 +410,7 @@ def test_a_record_without_its_fields(mpu: Callable, model: Path, tofu: Path, tmp
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     del rows[4]["perturbed_answer"]
     path.write_text("\n".join(map(json.dumps, rows)))
-    arguments = ("eval", model, "--reading", f"data_dir={tofu}", "--forget-split", "forget01")
+    arguments = ("eval", model, "--reading", f"data_dir={tofu}", "--benchmark", "tofu:forget01")
     mpu(*arguments, fails="retain_perturbed.json, line 5: no list of texts in 'perturbed_answer'", cwd=tmp_path)
 
 
@@ -420,7 +420,7 @@ def test_a_model_without_a_tokenizer(mpu: Callable, model: Path, tofu: Path, tmp
     for name in ("config.json", "model.safetensors"):
         shutil.copy(model / name, bare)
     outcome = mpu(
-        "eval", bare, "--reading", f"data_dir={tofu}", "--forget-split", "forget01", check=False, cwd=tmp_path
+        "eval", bare, "--reading", f"data_dir={tofu}", "--benchmark", "tofu:forget01", check=False, cwd=tmp_path
     )
     assert outcome.status == 1
     assert str(bare) in outcome.err

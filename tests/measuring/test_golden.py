@@ -25,7 +25,7 @@ def test_numbers_are_the_suites(mpu: Callable, tmp_path: Path, architecture: str
     golden = json.loads((folder / f"full.{benchmark}.json").read_text())
     out = tmp_path / "eval.json"
     options = {
-        "TOFU": ("--forget-split", "forget01", "--reference-model", folder / "retain"),
+        "TOFU": ("--benchmark", "tofu:forget01", "--reference-model", folder / "retain"),
         "MUSE": ("--benchmark", "muse", "--reading", "template=plain"),
     }[benchmark]
     data, log = GOLDEN / benchmark.lower(), folder / f"retain.{benchmark}.json"

@@ -109,21 +109,21 @@ def test_other_records_in_context(mpu: Callable, root: Path) -> None:
 @pytest.mark.slow
 def test_the_best_of_several_answers(mpu: Callable, root: Path) -> None:
     """The stored answer has the stored score, and a model that knows the records says them in every sample."""
-    forms = [measure(mpu, root, "sample", "--samples", 3, "--force") for _ in range(2)]
+    forms = [measure(mpu, root, "sample:3", "--force") for _ in range(2)]
     assert forms[0] == forms[1]  # drawn from a fixed seed
     form = forms[0]["forget_Q_A_ROUGE_sampled"]
     scorer = RougeScorer(["rougeL"], use_stemmer=True)
     for row in form["value_by_index"].values():
         assert row["rougeL_recall"] == scorer.score(row["ground_truth"], row["generation"])["rougeL"].recall
-    single_sample = measure(mpu, root, "sample", "--samples", 1, "--force")["forget_Q_A_ROUGE_sampled"]["agg_value"]
-    many_samples = measure(mpu, root, "sample", "--samples", 40, "--force")["forget_Q_A_ROUGE_sampled"]["agg_value"]
+    single_sample = measure(mpu, root, "sample:1", "--force")["forget_Q_A_ROUGE_sampled"]["agg_value"]
+    many_samples = measure(mpu, root, "sample:40", "--force")["forget_Q_A_ROUGE_sampled"]["agg_value"]
     assert single_sample < many_samples
     rows = root / "forget.jsonl", root / "retain.jsonl"
     learning = ("--epochs", 60, "--lr", 1e-2, "--batch-size", 12, "--out", root / "taught")
     mpu("finetune", root / "model", "--data", rows[0], "--data", rows[1], *learning)
     (root / "model").rename(root / "untaught")
     (root / "taught").rename(root / "model")
-    taught = measure(mpu, root, "sample", "--samples", 2, "--force")
+    taught = measure(mpu, root, "sample:2", "--force")
     assert taught["forget_Q_A_ROUGE_sampled"]["agg_value"] > 0.95
 
 
@@ -165,7 +165,7 @@ class TestRounding:
 def test_relearning(mpu: Callable, root: Path) -> None:
     """The curve is that of plain AdamW on the first half, measured on the second; the model on disk stays."""
     weights = (root / "model" / "model.safetensors").read_bytes()
-    forms = measure(mpu, root, "relearn,quantise,context", "--relearn-steps", 3, "--relearn-lr", 1e-2)
+    forms = measure(mpu, root, "relearn:3:1e-2,quantise,context")
     form = forms["forget_Q_A_Prob_relearned"]
     reference, rows = Alone(root / "model"), rows_of(root, "forget")
     relearned_rows, held_out_rows = rows[:3], rows[3:]
@@ -197,7 +197,7 @@ def test_after_an_attack_the_reference_and_the_delta_are_right(mpu: Callable, ro
     common = ("--benchmark", "qa", "--forget", root / "forget.jsonl", "--unseen", root / "retain.jsonl")
     more = ("--metrics", "mia_reference,mia_gradnorm,forget_Q_A_ROUGE", "--reference-model", root / "model")
     run_metrics = []
-    for attacks in ((), ("--attacks", "relearn,quantise,sample", "--relearn-lr", 1e-2)):
+    for attacks in ((), ("--attacks", "relearn:20:1e-2,quantise,sample")):
         out = root / f"{len(attacks)}.json"
         mpu("eval", root / "model", *common, *more, *attacks, "--out", out)
         run_metrics.append(json.loads(out.read_text())["metrics"])
@@ -208,13 +208,14 @@ def test_after_an_attack_the_reference_and_the_delta_are_right(mpu: Callable, ro
 @pytest.mark.slow
 def test_a_retain_log_of_other_attacks_is_told(mpu: Callable, root: Path) -> None:
     """What a stronger attack brings back is no measure for a weaker one."""
-    common = ("--benchmark", "qa", "--forget", root / "forget.jsonl", "--metrics", "forget_Q_A_Prob", "--attacks",
-              "relearn", "--relearn-steps", 2)  # fmt: skip
+    common = ("--benchmark", "qa", "--forget", root / "forget.jsonl", "--metrics", "forget_Q_A_Prob")
     log = root / "log.json"
-    mpu("eval", root / "model", *common, "--relearn-lr", 1e-3, "--out", log)
+    mpu("eval", root / "model", *common, "--attacks", "relearn:2:1e-3", "--out", log)
     for lr, is_told in ((1e-3, False), (1e-4, True)):
         out = root / f"{lr}.json"
-        said = mpu("eval", root / "model", *common, "--relearn-lr", lr, "--retain-log", log, "--out", out).err
+        said = mpu(
+            "eval", root / "model", *common, "--attacks", f"relearn:2:{lr}", "--retain-log", log, "--out", out
+        ).err
         assert ("its attacks were others (relearn_lr 0.001 → 0.0001)" in said) == is_told
 
 
@@ -242,9 +243,7 @@ def test_a_delta_is_attacked_with_the_copy(mpu: Callable, root: Path) -> None:
         "--forget",
         "forget.jsonl",
         "--attacks",
-        "quantise,relearn",
-        "--relearn-steps",
-        2,
+        "quantise,relearn:2",
     )
     for name, model_arguments in (
         ("both", ("copy_1", "--delta", "deltas/copy_1.safetensors")),
@@ -267,8 +266,11 @@ def test_a_picture_of_relearning(mpu: Callable, root: Path) -> None:
     ("arguments", "complaint"),
     [
         (("--attacks", "guess"), "--attacks guess: must be one of"),
-        (("--attacks", "relearn", "--dtype", "bfloat16"), "use --dtype float32"),
-        (("--attacks", "relearn", "--relearn-lr", 0), "--relearn-lr"),
+        (("--attacks", "relearn", "--scoring", "dtype=bfloat16"), "use --scoring dtype=float32"),
+        (("--attacks", "relearn:20:0"), "0: must be a number above 0"),
+        (("--attacks", "relearn:0"), "0: must be a whole number of at least 1"),
+        (("--attacks", "relearn:2.5"), "2.5: must be a whole number of at least 1"),
+        (("--attacks", "sample:8:9"), "too many numbers"),
         (("--attacks", "relearn", "--endpoint", "http://127.0.0.1:9/v1", "--endpoint-model", "x"), "needs the model's"),
     ],
 )

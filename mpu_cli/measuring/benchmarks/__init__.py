@@ -48,9 +48,7 @@ def benchmark_of(options: Measuring, log: RetainLog | None, observer: Observer =
 
     Raises UsageError for records or attacks that do not go with it.
     """
-    named, attacks = options.benchmark, options.recovery.attacks
-    if unknown := [name for name in attacks if name not in ATTACKS]:
-        raise UsageError(f"--attacks {unknown[0]}: must be one of {', '.join(ATTACKS)}")
+    named, attacks = options.benchmark, options.recovery.names
     data_dir = named.reading.data_dir
     if data_dir and not data_dir.is_dir():
         raise MpuError(f"--reading data_dir={data_dir}: no such directory")

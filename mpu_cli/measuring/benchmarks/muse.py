@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
+from mpu_cli.errors import UsageError
 from mpu_cli.measuring import metrics
 from mpu_cli.measuring.benchmarks.base import Benchmark, Row, Split, forgetting, question_and_answer, questions, text_of
 from mpu_cli.measuring.encoding import Encoder, Item, OpenUnlearningEncoder
@@ -68,4 +69,7 @@ def muse(corpus: str, data_dir: Path | None, retain: RetainLog | None) -> Benchm
 
 
 def of_options(options: Measuring, log: RetainLog | None, _: Observer) -> Benchmark:
-    return muse(options.benchmark.corpus or "news", options.benchmark.reading.data_dir, log)
+    corpus = options.benchmark.part or "news"
+    if corpus not in ("news", "books"):
+        raise UsageError(f"--benchmark muse:{corpus}: must be one of muse:news, muse:books")
+    return muse(corpus, options.benchmark.reading.data_dir, log)

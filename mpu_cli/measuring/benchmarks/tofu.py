@@ -23,7 +23,7 @@ UTILITY = (
 def tofu(forget_split: str, data_dir: Path | None, retain: RetainLog | None) -> Benchmark:
     """TOFU (Maini et al., 2024), as OpenUnlearning measures it, on ``forget_split``, such as forget10."""
     if not forget_split.startswith("forget"):
-        raise UsageError(f"--forget-split {forget_split}: must be one of forget01, forget05, forget10")
+        raise UsageError(f"--benchmark tofu:{forget_split}: must be one of tofu:forget01, tofu:forget05, tofu:forget10")
     names = {
         "forget": f"{forget_split}_perturbed",
         "retain": "retain_perturbed",
@@ -65,4 +65,4 @@ def tofu(forget_split: str, data_dir: Path | None, retain: RetainLog | None) -> 
 
 def of_options(options: Measuring, log: RetainLog | None, _: Observer) -> Benchmark:
     named = options.benchmark
-    return tofu(named.forget_split or "forget10", named.reading.data_dir, log)
+    return tofu(named.part or "forget10", named.reading.data_dir, log)
