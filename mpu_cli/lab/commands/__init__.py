@@ -15,8 +15,9 @@ from mpu_cli.options.command import Command
 
 # By the headings of help.
 PANELS: dict[str, tuple[type[Command], ...]] = {
-    "Server: owns the model": (Rehearse, Audit, Trace),
-    "Client: owns the records": (Surrogate, AuditDelta),
-    "Both": (Compare, Tune),
+    "Server: owns the model": (Rehearse, Trace),
+    "Client: owns the records": (Surrogate,),
+    "Both": (Compare,),
+    "If something is odd": (Audit, AuditDelta, Tune),
     "Experiments: both parties on one machine": (Run, Sweep, Report, Finetune),
 }
