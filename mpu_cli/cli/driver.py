@@ -88,6 +88,8 @@ def _parameter(declaration: Declaration) -> inspect.Parameter:
 def _folded_parameter(fold: Fold, members: Sequence[Declaration]) -> inspect.Parameter:
     """Several options as the one of their fold, with AGAIN between its values if it is given several times."""
     names = [f"{each.key}: {each.help}" for each in members]
+    if fold.explained_by:
+        names = [f"See `mpu {fold.explained_by} {HELP_ALL}`."]
     text = " ".join([fold.help, "Also from FILE.toml.", *names])
     info = typer.Option(fold.flag, help=text, metavar="NAME=VALUE,…", rich_help_panel=members[0].panel)
     kind = Annotated[Optional[str], info]  # noqa: UP045 (the kind is a value here)

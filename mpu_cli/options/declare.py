@@ -93,6 +93,7 @@ class Fold:
 
     name: str
     help: str
+    explained_by: str = ""  # the command whose help has what its parts do, if it is another's
 
     @property
     def flag(self) -> str:

@@ -125,6 +125,13 @@ def test_a_closed_pipe_is_no_error(shell, tmp_path):
     )
 
 
+def test_help_of_another_commands_options_refers_to_it() -> None:
+    for name in ("run", "rehearse"):
+        parameters = {each.name: each for each in application([name]).commands[name].params}
+        assert "mpu unlearn --help-all" in parameters["unlearn"].help
+        assert "beta" not in parameters["unlearn"].help
+
+
 def test_help_tells_defaults():
     done = subprocess.run(
         [sys.executable, "-m", "mpu_cli", "publish", "--help-all"], capture_output=True, text=True, check=True

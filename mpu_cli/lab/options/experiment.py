@@ -11,7 +11,7 @@ from mpu_cli.options.unlearning import Unlearning
 
 PUBLISH = Fold("publish", "Other options of `mpu publish`.")
 AGGREGATE = Fold("aggregate", "Options of `mpu aggregate`.")
-UNLEARN = Fold("unlearn", "Other options of `mpu unlearn`.")
+UNLEARN = Fold("unlearn", "Other options of `mpu unlearn`, such as lora_rank=8,optim=sgd.", explained_by="unlearn")
 USUAL = (
     "algo",
     "epochs",
