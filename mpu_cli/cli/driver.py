@@ -90,7 +90,8 @@ def _folded_parameter(fold: Fold, members: Sequence[Declaration]) -> inspect.Par
     names = [f"{each.key}: {each.help}" for each in members]
     if fold.explained_by:
         names = [f"See `mpu {fold.explained_by} {HELP_ALL}`."]
-    text = " ".join([fold.help, "Also from FILE.toml.", *names])
+    from_file = ["Also from FILE.toml."] if any(each.in_files for each in members) else []
+    text = " ".join([fold.help, *from_file, *names])
     info = typer.Option(fold.flag, help=text, metavar="NAME=VALUE,…", rich_help_panel=members[0].panel)
     kind = Annotated[Optional[str], info]  # noqa: UP045 (the kind is a value here)
     return inspect.Parameter(fold.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)

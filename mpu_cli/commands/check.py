@@ -13,7 +13,7 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, IDENTITY, Command, Report, Table
-from mpu_cli.options.declare import as_arguments, declared_options, flat, from_flat, group, option
+from mpu_cli.options.declare import Fold, as_arguments, declared_options, flat, from_flat, group, option
 from mpu_cli.options.evaluation import Checking, Scoring
 from mpu_cli.options.unlearning import Checks, Goal, Unlearning
 from mpu_cli.subprocesses import process_count
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mpu_cli.model.source import Model
     from mpu_cli.records.forms import Record
 
+ALLOW = Fold("allow", "Do what is refused otherwise.")
 SETS = {  # as the table calls them
     "forget": "to forget", "held_out": "to keep, held out", "retain": "to keep, trained on", "unseen": "never seen",
     "general": "general",
@@ -72,12 +73,14 @@ class Check(Command):
         False,
         "Write a receipt although your ledger has a privacy bound for some of the records: no ε covers what it says.",
         in_files=False,
+        fold=ALLOW,
     )
-    trust_copy: bool = option(
+    changed_reading: bool = option(
         False,
         "Measure although tokenizer, template or config differ from the copy that was trained on; the verdict is "
         "undecided then.",
         in_files=False,
+        fold=ALLOW,
     )
     show: bool = option(False, "Name the records that are still known: for you alone, not for the server.")
     identity: Path | None = option(None, IDENTITY, metavar="FILE")
@@ -152,7 +155,7 @@ class Check(Command):
         with opened or nullcontext() as source:
             earlier_model = open_model(source, links=False) if source else None
             _check_order(manifest, earlier_model)
-            same_reading_context = _check_reading_context(copy, manifest, earlier_model, self.trust_copy)
+            same_reading_context = _check_reading_context(copy, manifest, earlier_model, self.changed_reading)
             facts = _copy_facts(copy, manifest) if manifest and self.receipt else None
             earlier_facts = _facts_before(earlier_model, facts) if earlier_model and facts else None
             earlier = _scores(earlier_model, sets, options, "before", observer) if earlier_model else {}
@@ -300,7 +303,7 @@ def _check_unbounded(sets: Mapping[str, Sequence[Record]]) -> None:
         raise MpuError(
             f"--receipt: your ledger has a privacy bound for some of these records ({bounded[0].algorithm}), and no ε "
             "covers what a receipt says of them",
-            "check without --receipt, or use --outside-dp if you accept that",
+            "check without --receipt, or use --allow outside-dp if you accept that",
         )
 
 
@@ -315,11 +318,11 @@ def _check_order(manifest: CopyManifest | None, earlier: Model | None) -> None:
         raise UsageError(f"--before {earlier.source}: of a later round", "are COPY and --before swapped?")
 
 
-def _check_reading_context(copy: Model, manifest: CopyManifest | None, earlier: Model | None, trust_copy: bool) -> bool:
+def _check_reading_context(copy: Model, manifest: CopyManifest | None, earlier: Model | None, allowed: bool) -> bool:
     """Whether ``copy`` reads records as the copy that was trained on did: that is ``earlier``, else what the ledger has
     of the run. A template alone can make a model seem to have forgotten.
 
-    Raises MpuError if it does not, unless ``trust_copy``.
+    Raises MpuError if it does not, unless ``allowed``.
     """
     from mpu_cli.training.ledger import default_ledger_path, read_ledger
 
@@ -330,12 +333,12 @@ def _check_reading_context(copy: Model, manifest: CopyManifest | None, earlier: 
         known = {entry.reading_context for entry in read_ledger(default_ledger_path()) if entry.run == manifest.run}
     if not known or copy.reading_context in known:
         return True
-    if trust_copy:
+    if allowed:
         return False
     raise MpuError(
         f"{copy.source}: its tokenizer, template or config is not that of the copy that was trained on, so it reads "
         "your records differently, and the verdict would say nothing of the model",
-        "nothing was measured; ask its owner for one that has the same, or use --trust-copy if you know why",
+        "nothing was measured; ask its owner for one that has the same, or use --allow changed-reading if you know why",
     )
 
 

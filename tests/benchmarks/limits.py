@@ -252,7 +252,8 @@ def main() -> None:
         copies / "copy_1",
         "--scoring",
         "dtype=float32",
-        "--trust-copy",
+        "--allow",
+        "changed-reading",
     )
     attacks = ("--attacks", f"quantise,relearn:{options.steps}")
     computed("eval", tuple(dict.fromkeys(PARTS.values())), "eval", unlearned, *records, *attacks, "--scoring",

@@ -216,7 +216,7 @@ class TestOptionsFromAFile:
         """It may be the other party's: nothing that runs, sends, replaces, chooses secrets or leaves out a check."""
         refused = {
             "aggregate": {"trust_deltas", "trust_keys", "force"},
-            "check": {"outside_dp", "trust_copy", "force"},
+            "check": {"outside_dp", "changed_reading", "force"},
             "evaluate": {"endpoint", "force"},
             "publish": {"copy_recipients", "recipient", "seed", "publish_again", "trust_keys", "force"},
             "run": {"launch", "public_records"},

@@ -253,7 +253,7 @@ def test_a_copy_that_reads_records_differently_is_refused(mpu: Callable, folder:
     records = ("--forget", demo.forget, "--retain", demo.retain, "--before", folder / "same/copy_2")
     mpu("check", copy, *records, refused="is not that of the copy that was trained on")
     receipt = folder / "trusted.json"
-    mpu("check", copy, *records, "--trust-copy", "--receipt", receipt, check=False)
+    mpu("check", copy, *records, "--allow", "changed-reading", "--receipt", receipt, check=False)
     assert json.loads(receipt.read_text())["verdict"].startswith("undecided")
     assert "reads records otherwise" in mpu("receipt", receipt).err
 
@@ -506,7 +506,7 @@ def test_a_receipt_of_private_records_is_asked_for_twice(
     mpu(*check, "--forget", folder / "unseen.jsonl", "--before", folder / "same/copy_2", check=False)
     assert receipt.exists()
     receipt.unlink()
-    mpu(*ask, "--outside-dp", check=False)
+    mpu(*ask, "--allow", "outside-dp", check=False)
     assert receipt.exists()
 
 

@@ -74,7 +74,7 @@ class TestRelease:
         write_about(tmp_path / "others.jsonl", "Alan Turing", 4)
         check = ("check", copy, "--receipt", "receipt.json", "--forget")
         mpu(*check, "forget.jsonl", refused="no ε covers", cwd=tmp_path)
-        for asked_for in (["others.jsonl"], ["forget.jsonl", "--outside-dp"]):
+        for asked_for in (["others.jsonl"], ["forget.jsonl", "--allow", "outside-dp"]):
             mpu(*check, *asked_for, fails="not an mpu copy", cwd=tmp_path)
 
     def test_nothing_is_spent_on_what_cannot_be_written(self, mpu: Callable, copy: Path, tmp_path: Path) -> None:
