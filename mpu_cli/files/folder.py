@@ -16,13 +16,7 @@ from typing import Any, BinaryIO
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.boundary import (
-    CONFIG,
-    GENERATION,
-    GENERATION_TEXTS,
-    PROCESSOR,
-    ROPE,
-    TOKENIZER,
-    TOKENIZER_TEXTS,
+    NAMES,
     open_inside,
     random_name,
     unreadable,
@@ -230,7 +224,7 @@ _HARMLESS_BESIDE = {
 
 def clean_config(config: Mapping[str, object], also: Collection[str] = ()) -> dict[str, object]:
     """A config.json, with the names that supported families have and those in ``also``."""
-    return _table(config, {*CONFIG, *ROPE, *also})
+    return _table(config, {*NAMES["config"], *NAMES["rope"], *also})
 
 
 def left_out(config: Mapping[str, object], fields: Collection[str] | None = None) -> list[str]:
@@ -258,23 +252,23 @@ def left_out_of(file: str, table: Mapping[str, object]) -> list[str]:
 
 def clean_generation(config: Mapping[str, object]) -> dict[str, object]:
     """A generation_config.json: numbers and flags, and texts at which generating ends."""
-    texts = {name: _texts(config.get(name, _MISSING), LONGEST_TOKEN) for name in GENERATION_TEXTS}
-    cleaned = _table(config, GENERATION) | {name: text for name, text in texts.items() if text is not _MISSING}
+    texts = {name: _texts(config.get(name, _MISSING), LONGEST_TOKEN) for name in NAMES["generation_texts"]}
+    cleaned = _table(config, NAMES["generation"]) | {name: text for name, text in texts.items() if text is not _MISSING}
     return {name: cleaned[name] for name in config if name in cleaned}
 
 
 def clean_processor(config: Mapping[str, object]) -> dict[str, object]:
     """A preprocessor_config.json or processor_config.json."""
-    return _table(config, PROCESSOR)
+    return _table(config, NAMES["processor"])
 
 
 def clean_tokenizer_config(config: Mapping[str, object]) -> dict[str, object]:
     """A tokenizer_config.json. Its tokens and chat templates may be any text."""
     plain = {k: v for k, v in config.items() if not isinstance(v, list | dict) or k == "model_input_names"}
-    cleaned = _table(plain, TOKENIZER)
+    cleaned = _table(plain, NAMES["tokenizer"])
     if not isinstance(cleaned.get("model_max_length"), int | float) or isinstance(cleaned["model_max_length"], bool):
         cleaned.pop("model_max_length", None)
-    for name in TOKENIZER_TEXTS:
+    for name in NAMES["tokenizer_texts"]:
         limit = LONGEST_TEMPLATE if name == "chat_template" else LONGEST_TOKEN
         raw = config.get(name, _MISSING)
         if isinstance(raw, list | dict):

@@ -20,7 +20,7 @@ from blake3 import blake3
 from msgspec import Meta
 
 from mpu_cli.errors import MpuError, first_line
-from mpu_cli.files.boundary import AGE_HEADER, Document, once_each, open_regular, read_document
+from mpu_cli.files.boundary import AGE_HEADER, Document, once_each, open_regular, parse_document, read_document
 from mpu_cli.files.visible import visible
 from mpu_cli.heap import keep_freed_memory
 from mpu_cli.wording import few
@@ -63,6 +63,17 @@ class TensorInfo:
     @property
     def nbytes(self) -> int:
         return self.elements * ITEM_SIZE[self.dtype]
+
+
+Size = Annotated[int, Meta(ge=0, le=MAX_SIZE)]
+
+
+class _Entry(Document):
+    """A tensor, as a header describes it."""
+
+    dtype: str
+    shape: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMENSIONS)]
+    data_offsets: tuple[Size, Size]
 
 
 def other_format(path: Path, beginning: bytes) -> MpuError | None:
@@ -144,31 +155,18 @@ def read_header(path: Path, *, links: bool = True) -> tuple[dict[str, TensorInfo
 
 
 def _entry(path: Path, name: str, entry: object) -> tuple[int, int, str, str, tuple[int, ...]]:
-    def bad(what: str) -> MpuError:
-        return MpuError(f"{path}: damaged safetensors header (tensor {short(name)}: {what})", "get it again")
-
-    if not isinstance(entry, dict):
-        raise bad("entry is not an object")
-    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in ITEM_SIZE:
+    where = f"{path}: damaged safetensors header (tensor {short(name)})"
+    parsed = parse_document(_Entry, entry, where)
+    dtype, shape, (begin, end) = parsed.dtype, parsed.shape, parsed.data_offsets
+    if dtype not in ITEM_SIZE:
         raise MpuError(
             f"{path}: tensor {short(name)} has unsupported dtype {short(dtype)} (supported: {', '.join(ITEM_SIZE)})"
         )
-    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or not all(map(_is_size, shape)):
-        raise bad(f"shape {short(shape)}")
     # As if none were 0: the product would hide how large the others are.
-    if math.prod(max(n, 1) for n in shape) > MAX_SIZE:
-        raise bad(f"shape {short(shape)}")
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(map(_is_size, offsets)):
-        raise bad(f"offsets {short(offsets)}")
-    begin, end = offsets
-    if end - begin != math.prod(shape) * ITEM_SIZE[dtype]:
-        raise bad(f"{end - begin:,} bytes for shape {shape} of {dtype}")
-    return begin, end, name, dtype, tuple(shape)
-
-
-def _is_size(value: object) -> bool:
-    return type(value) is int and 0 <= value <= MAX_SIZE
+    too_large = math.prod(max(n, 1) for n in shape) > MAX_SIZE
+    if too_large or end - begin != math.prod(shape) * ITEM_SIZE[dtype]:
+        raise MpuError(f"{where}: {end - begin:,} bytes for shape {short([*shape])} of {dtype}", "get it again")
+    return begin, end, name, dtype, shape
 
 
 def short(value: object) -> str:

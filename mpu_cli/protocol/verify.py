@@ -365,7 +365,7 @@ def check_family(model: Model, observer: Observer = SILENT) -> FamilyCheck:
     if lost := left_out(model.config, fields_of(model.config)):
         raise MpuError(
             f"{model.config_path}: transformers reads {quoted_list(lost)}, which copies would not get",
-            "add it to CONFIG in mpu_cli/files/boundary.py",
+            "add it to config in mpu_cli/files/names.toml",
         )
     with _first_layers(model) as small:
         layout = small.layout

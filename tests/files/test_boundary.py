@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mpu_cli.files.boundary import CONFIG, ROPE
+from mpu_cli.files.boundary import NAMES
 from mpu_cli.files.folder import clean_chat_template, clean_config, clean_tokenizer_config, clean_tokens, left_out
 from mpu_cli.model.source import open_model
 from mpu_cli.model.staging import staged_model
@@ -90,7 +90,9 @@ def test_values_that_are_not_plain() -> None:
     for _ in range(50):
         deep = [deep]
     assert clean_config({"layer_types": deep, "hidden_size": 10**400, "vocab_size": 5}) == {"vocab_size": 5}
-    assert not {"transformers_weights", "auto_map", "_name_or_path", "quantization_config"} & (CONFIG | ROPE)
+    assert not {"transformers_weights", "auto_map", "_name_or_path", "quantization_config"} & (
+        NAMES["config"] | NAMES["rope"]
+    )
 
 
 def test_loading_says_which_folder_was_meant(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoProcessor, AutoTokenizer, CLIPImageProcessorPil, GenerationConfig
 from transformers import PreTrainedModel as Network
 
-from mpu_cli.files.boundary import CONFIG
+from mpu_cli.files.boundary import NAMES
 from mpu_cli.files.folder import left_out
 from mpu_cli.files.randomness import Randomness
 from mpu_cli.measuring import generation
@@ -289,7 +289,7 @@ def every_setting_is_listed(subject: Subject) -> None:
         kind = type(part)
         names = {field.name for field in dataclasses.fields(kind)}
         names |= {*kind.attribute_map, *kind.attribute_map.values()}
-        assert names - OF_CLASSIFIERS <= CONFIG, kind
+        assert names - OF_CLASSIFIERS <= NAMES["config"], kind
     config = subject.model.config
     assert not left_out(config, fields_of(config))
 
