@@ -23,10 +23,7 @@ def extension(name: str) -> Any:
 
 def load_plugin(kind: str, name: str, flag: str, built_in: Collection[str]) -> object:
     """The object that ``name``, a value of the option ``flag``, stands for: an entry point in ``mpu.KINDs``, or
-    ``module:function``.
-
-    Raises UsageError if there is none of that name beside the ``built_in`` ones, or if it cannot be imported.
-    """
+    ``module:function``."""
     installed = entry_points(group=f"mpu.{kind}s")
     module, _, attribute = name.partition(":")
     if not attribute and name not in installed.names:

@@ -24,7 +24,7 @@ def parse_value(text: str) -> object:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The document in ``path``. Raises MpuError if it cannot be read or is not TOML."""
+    """The document in ``path``."""
     try:
         return tomllib.loads(read_text(path))
     except OSError as error:

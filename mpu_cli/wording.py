@@ -63,7 +63,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B?", re.ASCII)
 
 
 def bytes_of(text: str) -> float:
-    """The number of bytes in text such as 24GB, 80 GiB or 512M. Raises UsageError, also for fewer than a megabyte."""
+    """The number of bytes in text such as 24GB, 80 GiB or 512M."""
     match = _SIZE.fullmatch(text.strip())
     count = 0.0
     if match:

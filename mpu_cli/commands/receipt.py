@@ -129,8 +129,7 @@ class Receipt(Command):
             raise MpuError(f"{self.file}: not signed by the {party} with that public key")
 
     def _countersigned(self, document: Document, keys_file: Path, observer: Observer) -> Document:
-        """``document`` with the server's signature. Raises MpuError unless what was measured is the copy that was sent
-        or, without it, what the keys make of the model; with a base, of that model."""
+        """``document`` with the server's signature."""
         import msgspec
 
         from mpu_cli.files.transaction import Transaction

@@ -197,10 +197,7 @@ def run_demo(
     folder: Path, *, model: str | None = None, seed: int = 0, device: str = "auto", observer: Observer = SILENT
 ) -> Demonstration:
     """Play everything in ``folder``, which is made, and removed again if something fails; with ``model``, a chat model,
-    or one that is made on the spot. Models are trained and asked on ``device``.
-
-    Raises MpuError if ``folder`` exists, or if the model or the device cannot be used.
-    """
+    or one that is made on the spot. Models are trained and asked on ``device``."""
     device_of(device)  # or it fails when the folder is there
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

@@ -87,7 +87,7 @@ def _blob(path: Path) -> Path | None:
 
 
 def read_bounded(path: Path, limit: int = MAX_SMALL_FILE, *, links: bool = True) -> bytes:
-    """The bytes of a regular file. Raises MpuError if there are more than ``limit``."""
+    """The bytes of a regular file."""
     with open_regular(path, links=links) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -106,7 +106,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def copy_bounded(source: BinaryIO, target: Path, limit: int) -> int:
-    """Copy an open file to the new private file ``target``; the number of bytes. Raises MpuError above ``limit``."""
+    """Copy an open file to the new private file ``target``; the number of bytes."""
     copied = 0
     with naming(target), create_private(target) as written:
         while block := source.read(BLOCK):
@@ -126,10 +126,7 @@ def create_private(path: Path) -> BinaryIO:
 
 
 def private_folder(path: Path) -> Path:
-    """``path`` as a directory that only its owner may enter; missing parents are made so, too.
-
-    Raises MpuError if it is a link, or belongs to somebody else.
-    """
+    """``path`` as a directory that only its owner may enter; missing parents are made so, too."""
     # mkdir(parents=True) would give the mode to the last folder only.
     for folder in reversed([path, *path.parents]):
         with contextlib.suppress(FileExistsError):
@@ -228,7 +225,7 @@ Schema = TypeVar("Schema")
 
 
 def parse_document(schema: type[Schema], value: object, where: object, hint: str = "get it again") -> Schema:
-    """``value``, a part of a JSON document, by its schema. Raises MpuError, with ``where``, if it does not fit."""
+    """``value``, a part of a JSON document, by its schema."""
     try:
         return msgspec.convert(value, schema, strict=True)
     except (ValidationError, ValueError, RecursionError) as error:
@@ -251,8 +248,7 @@ def read_document(
 def read_json_object(
     path: Path, limit: int = MAX_SMALL_FILE, *, links: bool = True, strict: bool = False
 ) -> dict[str, object]:
-    """The JSON object in a regular file of at most ``limit`` bytes. Raises MpuError if there is none or, if ``strict``,
-    an object has a name twice or a number is NaN or infinite."""
+    """The JSON object in a regular file of at most ``limit`` bytes."""
     content = read_bounded(path, limit, links=links)
     try:
         if strict:
@@ -329,9 +325,8 @@ MOST_BYTES = 16 << 40  # far above any model: in practice, the disk is the limit
 def unpack_folder(stream: BinaryIO, into: Path) -> Path:
     """Unpack the archive in ``stream`` into the private directory ``into``; returns its one folder.
 
-    Refused are links, devices, sparse files, extended headers, names that are not plain or come twice, a second
-    folder, folders in folders, and truncation. Files get mode 0600 and folders 0700, whatever the archive says.
-    Raises MpuError.
+    Refused are links, devices, sparse files, extended headers, names that are not plain or come twice, a second folder,
+    folders in folders, and truncation. Files get mode 0600 and folders 0700, whatever the archive says.
     """
     root: Path | None = None
     room = MOST_BYTES

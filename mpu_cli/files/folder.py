@@ -28,7 +28,7 @@ DEEPEST_FOLDER = 8  # folders below one that is removed
 
 
 class Folder:
-    """The directory ``root``, which may itself be a link. Raises MpuError if it cannot be opened.
+    """The directory ``root``, which may itself be a link.
 
     What is made inside has the root's own mode (files: without execution), whatever the umask: who may use the root may
     use that.
@@ -67,8 +67,7 @@ class Folder:
             os.close(handle)
 
     def names(self, path: str = "") -> list[str]:
-        """The entries of a folder, sorted; none if it is missing or is not a folder. Raises MpuError if it holds more
-        than MOST_ENTRIES."""
+        """The entries of a folder, sorted; none if it is missing or is not a folder."""
         try:
             with self._open_folder(path) as handle, os.scandir(handle) as entries:
                 names = []

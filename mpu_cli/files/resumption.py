@@ -35,7 +35,7 @@ MAX_LINES_FILE = 1 << 30  # bytes of a file of JSON lines
 
 @contextmanager
 def alone_in(folder: Path, command: str, option: str) -> Iterator[None]:
-    """Keep other processes of ``command`` out of ``folder``, its ``option``. Raises MpuError if one is there."""
+    """Keep other processes of ``command`` out of ``folder``, its ``option``."""
     with (folder / f"{command}.lock").open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,8 +94,7 @@ def differences(before: Mapping[str, object], now: Mapping[str, object], prefix:
 def read_lines(path: Path, hint: str, *, links: bool = True) -> list[dict[str, Any]]:
     """The JSON lines of ``path``, none if there is no file, without a last line that was never finished.
 
-    Reads only: describing a file must not change it. Without ``links``, ``path`` may not be a link. Raises MpuError
-    with ``hint`` if the file is not JSON lines, each an object.
+    Reads only: describing a file must not change it. Without ``links``, ``path`` may not be a link.
     """
     if not os.path.lexists(path):
         return []

@@ -74,7 +74,7 @@ def make_identity(path: Path) -> str:
 
 def own_secret(path: Path, what: str, hint: str) -> bytes:
     """256 bits in ``path``, drawn on first use, mode 0600; ``what`` says what they are, and ``hint`` what to do if they
-    are damaged, for messages. Raises MpuError if the file is invalid, OSError if it cannot be made."""
+    are damaged, for messages."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         fresh = path.with_name(random_name(path.name))
@@ -122,8 +122,7 @@ def read_identities(path: Path) -> list[pyrage.x25519.Identity]:
 
 
 def parse_recipients(texts: Sequence[str], option: str = "--recipient") -> list[pyrage.x25519.Recipient]:
-    """Public keys from ``age1…`` strings, or from files that contain one. Raises MpuError, naming ``option``, if one is
-    invalid, or if there are more than a header may have."""
+    """Public keys from ``age1…`` strings, or from files that contain one."""
     recipients = []
     if len(texts) > MAX_RECIPIENTS:
         raise MpuError(f"{option}: {len(texts)} recipients, and a file can have {MAX_RECIPIENTS}")
@@ -186,10 +185,7 @@ def seal_folder(folder: Path, name: str, target: Path, recipient: pyrage.x25519.
 
 def open_folder(path: Path, identities: Sequence[pyrage.x25519.Identity], into: Path) -> Path:
     """Decrypt the output of ``seal_folder`` and unpack it ``into`` a private directory; returns the folder that was
-    sealed.
-
-    Raises MpuError if it is sealed for another identity, damaged, or not such an archive (``files.boundary``).
-    """
+    sealed."""
     unpacked: list[Path] = []
     with open_regular(path) as sealed:
         check_header(sealed.read(MAX_HEADER), path)
@@ -249,10 +245,7 @@ def _run_through_pipe(work: Callable[[BinaryIO], None], *, reads: bool = False) 
 
 @contextmanager
 def opened_copy(copy: str, identity: Path | None, observer: Observer) -> Iterator[str]:
-    """The path to read a copy from: itself or, if it is sealed, a private directory that is removed afterwards.
-
-    Raises UsageError in one of several processes, which would each open it; MpuError if ``identity`` does not open it.
-    """
+    """The path to read a copy from: itself or, if it is sealed, a private directory that is removed afterwards."""
     path = Path(copy)
     if not path.is_file() or not is_sealed(path):
         yield copy

@@ -65,10 +65,7 @@ class Transaction:
         self._made_parents: list[Path] = []
 
     def add(self, target: Path, *, directory: bool = False) -> Path:
-        """The path to write to for ``target``: an empty directory, or a file that does not exist yet.
-
-        Raises MpuError if ``target`` exists and may not be replaced, or if another process is writing it.
-        """
+        """The path to write to for ``target``: an empty directory, or a file that does not exist yet."""
         here = target.absolute()
         for _, _, other in self._outputs:
             other_path = other.absolute()

@@ -74,7 +74,7 @@ STATES = ("arriving", "waiting", "done", "failed")
 
 
 def state_of(reply: Reply) -> str:
-    """The state that a reply says a copy is in. Raises MpuError if it is not one of STATES."""
+    """The state that a reply says a copy is in."""
     value = reply.values.get("state")
     if value not in STATES:
         raise MpuError(
@@ -84,7 +84,7 @@ def state_of(reply: Reply) -> str:
 
 
 def table(reply: Reply, name: str, kind: type) -> dict[str, Any]:
-    """The lists ``names`` and ``name`` of a reply as one table. Raises MpuError unless they belong together."""
+    """The lists ``names`` and ``name`` of a reply as one table."""
     names, values = reply.values.get("names"), reply.values.get(name)
     # An empty list has no type in Flower, and may come back as nothing.
     names, values = list(names or ()), list(values or ())

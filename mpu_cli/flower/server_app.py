@@ -307,10 +307,7 @@ class Round:
         say(f"round {self.number}: {counted(len(self.copies(owner)), 'copy', 'copies')} for {owner}")
 
     def _deliver(self, owner: str, copy: Path) -> Job:
-        """Send a copy, wait for its delta, fetch and check it.
-
-        Raises MpuError once this has taken PARTS times ``limit``, however often the owner answers.
-        """
+        """Send a copy, wait for its delta, fetch and check it."""
         name, target = self.name(owner, copy), self.delta(owner, copy)
         ends = time.monotonic() + PARTS * self.settings.limit
         for attempt in range(1, TRIES + 1):
@@ -341,10 +338,7 @@ class Round:
             yield Request("again", name)
 
     def _await_unlearning(self, name: str, copy: Path, ends: float) -> Job:
-        """Send what the owner does not hold of a copy, and wait until it is "done" or "failed"; the last reply.
-
-        Raises MpuError ``limit`` seconds after the copy arrived.
-        """
+        """Send what the owner does not hold of a copy, and wait until it is "done" or "failed"; the last reply."""
         reply = yield Request("state", name)
         if state_of(reply) == "arriving":
             reply = yield from self._send(name, copy, reply, ends)

@@ -55,10 +55,7 @@ class Spool:
         return Folder(self.root)
 
     def prepare(self, group: str | None = None) -> None:
-        """Make the folders that both sides use; the spool itself, if it is missing, for ``group`` and nobody else.
-
-        Raises MpuError if something else has their names, or the spool that is there is not the group's.
-        """
+        """Make the folders that both sides use; the spool itself, if it is missing, for ``group`` and nobody else."""
         if group is not None:
             self._check_shared(group)
         for name in ("in", "out"):

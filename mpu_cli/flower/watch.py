@@ -155,7 +155,7 @@ class Answering:
 
 
 def read_message(text: bytes) -> Message:
-    """A message of the process. Raises MpuError if it is invalid."""
+    """A message of the process."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -287,7 +287,7 @@ class AnsweredCopy(Document):
 
 
 def read_answers(path: Path) -> list[AnsweredCopy]:
-    """The worker's answers to copies so far, in order. Raises MpuError if the file is damaged."""
+    """The worker's answers to copies so far, in order."""
     hint = "choose another --work"
     answers: list[AnsweredCopy] = []
     for line in read_lines(path, hint):
@@ -314,10 +314,7 @@ class Watching:
     _unmarked: set[str] = field(default_factory=set)
 
     def watch(self, poll: float, once: bool) -> bool:
-        """Work on what arrives, for ever or ``once``. Returns whether every copy that was there has its delta.
-
-        Raises MpuError if another process works in the same folder, UsageError for options that do not go together.
-        """
+        """Work on what arrives, for ever or ``once``. Returns whether every copy that was there has its delta."""
         check_options(self.options)
         self.spool.prepare()
         answering = Answering(self.data, self.options, self.checks, self.observer, self.seconds)

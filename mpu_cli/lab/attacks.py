@@ -261,7 +261,7 @@ def audit(
 
 
 def _matched(model: Model, base: Model) -> dict[str, torch.Tensor]:
-    """The model's tensors by the base's names. Raises MpuError if they differ in more than names."""
+    """The model's tensors by the base's names."""
     try:
         return matching(base, model) or {}
     except MpuError as error:
@@ -488,8 +488,7 @@ def audit_as_believed(
     """Audit ``copies`` under what is given of noise and symmetries, else under what the copies say of themselves and
     the defaults of `mpu publish`, one after the other; the attempt that explains the copies best.
 
-    Copies may be of several publications of the base. Raises UsageError for a copy given twice, factors of several
-    publications, and a reference that is the base.
+    Copies may be of several publications of the base.
     """
     models = list(copies)
     manifests = [read_copy_manifest(model.folder, model.checkpoint.metadata) for model in models]

@@ -57,10 +57,7 @@ class Endpoint:
         moments: bool = False,  # noqa: ARG002 (as of a ``Scorer``; the server tells no distributions)
         advance: Callable[[int], None] = lambda _: None,
     ) -> list[TokenScores]:
-        """The scores of each item's tokens, and of those of ``loss_items``, without moments; see ``Scorer.score``.
-
-        Raises MpuError if the server cannot be asked, or returns no log-probabilities of its prompts.
-        """
+        """The scores of each item's tokens, and of those of ``loss_items``, without moments; see ``Scorer.score``."""
         scores: dict[tuple[tuple[int, ...], int], TokenScores] = {}
         all_items = [*items, *loss_items]
         unique = list({(item.ids, item.start): item for item in all_items}.values())
@@ -101,7 +98,7 @@ class Endpoint:
         return choices_of(reply, len(prompts), self.url)
 
     def scores_of(self, item: Item, choice: dict[str, Any]) -> TokenScores:
-        """The scores of an item's tokens in one choice of a reply. Raises MpuError if it does not hold them."""
+        """The scores of an item's tokens in one choice of a reply."""
         logprobs = choice.get("logprobs")
         fields = logprobs if isinstance(logprobs, dict) else {}
         values, tops = fields.get("token_logprobs"), fields.get("top_logprobs")
@@ -123,7 +120,7 @@ class Endpoint:
 
 
 def choices_of(reply: Any, prompts: int, url: str) -> list[dict[str, Any]]:
-    """The choices of a completion, in the order of its prompts. Raises MpuError if it is not one for each."""
+    """The choices of a completion, in the order of its prompts."""
     try:
         choices = sorted(reply["choices"], key=lambda choice: int(choice.get("index", 0)))
     except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
@@ -165,10 +162,7 @@ def check_key(url: str, key: str | None) -> None:
 
 
 def _ask(url: str, route: str, key: str | None, body: object = None, max_bytes: int = REPLY_EACH) -> Any:
-    """The JSON document that the server returns, of at most ``max_bytes``; redirects are not followed.
-
-    Raises MpuError if the server cannot be reached, refuses, or returns something else.
-    """
+    """The JSON document that the server returns, of at most ``max_bytes``; redirects are not followed."""
     address = f"{url.rstrip('/')}/{route}"
     check_key(url, key)
     headers = {"Content-Type": "application/json"}
@@ -202,7 +196,7 @@ def _ask(url: str, route: str, key: str | None, body: object = None, max_bytes: 
 
 
 def document_of(text: bytes, address: str) -> Any:
-    """The JSON document in a reply. Raises MpuError if the reply is not JSON."""
+    """The JSON document in a reply."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:

@@ -23,7 +23,7 @@ def results(folder: str | Path) -> DataFrame:
     each option that it varies; ``before.NAME`` and ``retain model.NAME``, the metrics of the model before unlearning
     and of the one that never saw the forget set; ``smallest_pairwise_cosine``, ``error_estimate``, ``noise_asked``,
     ``noise_survived`` and ``lost_to_rounding``, of the rounds; ``seconds`` and ``evaluation_seconds``. Of an
-    evaluation: ``model``, ``benchmark`` and ``seconds``. Raises MpuError for a folder without results.
+    evaluation: ``model``, ``benchmark`` and ``seconds``.
     """
     import pandas
 

@@ -29,8 +29,6 @@ def run_tasks(
 
     A form is {"agg_value": …, "higher_is_better": …}; a task that filters answers in several ways has
     ``lm_eval/TASK/METRIC,FILTER``.
-
-    Raises MpuError if a task is unknown or its data cannot be loaded.
     """
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM

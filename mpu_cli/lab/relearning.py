@@ -162,10 +162,7 @@ def relearn(run: Run, splits: Sequence[Split], advance: Advance) -> dict[str, ob
     """The loss on one half of the forget set after steps of fine-tuning on the other half (AdamW, all weights, batches
     in their order). Records of one person stand together in most sets, so the halves are the first and the second: what
     comes back was not in the records that were learned again. Hu et al., 2024 (arXiv 2406.13356), Deeb and Roger, 2024
-    (2410.08827).
-
-    Raises UsageError for a dtype in which such steps round away, and for a forget set of one record.
-    """
+    (2410.08827)."""
     [forget] = splits
     items, options, model = run.encoded_items(forget), run.options.recovery, run.model
     if model.dtype not in (torch.float32, torch.float64):

@@ -243,10 +243,7 @@ MODES = {"clean": ("#000000", "full"), "clean-rounds": ("#777777", "full"), "noi
 
 
 def read_results(folder: Path) -> list[dict[str, Any]]:
-    """The lines of a sweep, by mode: with several jobs they stand as they were finished.
-
-    Raises MpuError if ``folder`` holds none.
-    """
+    """The lines of a sweep, by mode: with several jobs they stand as they were finished."""
     lines = read_lines(folder / RESULTS, "run the sweep again")
     if not lines:
         raise MpuError(f"{folder}: has no {RESULTS}, or an empty one", "pass the folder of a sweep")
@@ -271,8 +268,7 @@ def read_sweeps(folders: Sequence[Path]) -> list[dict[str, Any]]:
 
 
 def read_others(folders: Sequence[Path]) -> list[dict[str, Any]]:
-    """Others' results, which the sweeps showed beside their own, each once. Raises MpuError if a file of them is
-    damaged."""
+    """Others' results, which the sweeps showed beside their own, each once."""
     lines = [line for folder in folders for line in read_lines(folder / LITERATURE, "run the sweep again")]
     # Without their names, which only number them in each sweep.
     return list({json.dumps(line | {"name": ""}, sort_keys=True): line for line in lines}.values())
@@ -329,10 +325,7 @@ def write_report(
     force: bool = False,
 ) -> None:
     """Write the report in the format that the suffix of ``target`` names; ``published`` are lines of others' results,
-    which stand beside, ``missing`` the names of experiments without a result, ``made`` says ``how_made``.
-
-    Raises MpuError if ``target`` exists and may not be replaced, UsageError for unknown axes and suffixes.
-    """
+    which stand beside, ``missing`` the names of experiments without a result, ``made`` says ``how_made``."""
     if target.suffix not in (*SUFFIXES, ".html", ".pdf"):
         raise UsageError(f"--out {target}: must end in .html, .pdf, {', '.join(SUFFIXES)}")
     available = metric_names(lines)
@@ -517,8 +510,7 @@ def _curves(lines: Sequence[Line], axis: str, metric: str, repeats: Sequence[str
 def read_recipe(path: Path) -> dict[str, Any]:
     """The document in ``path``; with ``extends = "FILE"``, on top of the one in FILE beside it, which extends none.
 
-    Of [eval], single options are replaced; of anything else, the whole entry. Raises MpuError or UsageError, naming the
-    place.
+    Of [eval], single options are replaced; of anything else, the whole entry.
     """
     document = read_toml(path)
     if "extends" not in document:
@@ -557,10 +549,7 @@ MEAN_ALPHA = 1.5
 
 
 def published_results(path: Path, bases: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Lines of results whose mode names the source; ``bases`` are those of the sweep, which a table's models may be.
-
-    Raises UsageError for an entry of neither form, MpuError if its file cannot be read.
-    """
+    """Lines of results whose mode names the source; ``bases`` are those of the sweep, which a table's models may be."""
     lines: list[dict[str, Any]] = []
     for entry in read_recipe(path).get("published", []):
         if isinstance(entry, dict) and {"source", "file", "table"} <= entry.keys():

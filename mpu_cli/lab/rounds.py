@@ -66,10 +66,7 @@ from mpu_cli.version import __version__
 
 
 def publication_in(experiment: Experiment, *, seed: bytes, run: str = "", number: int = 1) -> Publication:
-    """The publication of round ``number``, with the secrets of ``seed``, in the experiment's mode.
-
-    Raises UsageError for options that do not go together.
-    """
+    """The publication of round ``number``, with the secrets of ``seed``, in the experiment's mode."""
     disguise = experiment.disguise.with_scale(with_pretrained=experiment.public is not None)
     stored = experiment.stored.dtype
     published = Publication(
@@ -209,10 +206,7 @@ def identity_of(model: Model) -> BaseIdentity:
 def launch_unlearning(
     command: str, options: Unlearning, copy: Path, target: Path, reference_file: Path | None
 ) -> dict[str, Any]:
-    """Run ``mpu unlearn`` on ``copy`` with ``command`` in front of it; its report with --json.
-
-    Raises MpuError with what the processes said if they fail, UsageError if ``command`` cannot be started.
-    """
+    """Run ``mpu unlearn`` on ``copy`` with ``command`` in front of it; its report with --json."""
     resume = [] if options.privacy.dp_epsilon is not None else ["--resume"]
     reference_arguments = ["--reference-file", str(reference_file)] if reference_file else []
     # Several processes cannot look a copy over for traps; this one is the run's own.
@@ -243,10 +237,7 @@ class Outcome:
 
 
 def run(experiment: Experiment, data: Dataset, folder: Path, observer: Observer = SILENT) -> Outcome:
-    """Play the rounds in ``folder``, or resume them if they were interrupted there.
-
-    Raises MpuError if ``folder`` holds something else, UsageError for options that do not go together.
-    """
+    """Play the rounds in ``folder``, or resume them if they were interrupted there."""
     check_options(experiment.unlearning)
     experiment.server_rate.check_step()
     if experiment.server_rate.probe:

@@ -64,11 +64,7 @@ class SurrogateRecords:
 
 def plan_surrogate(forget: str, options: Surrogates, observer: Observer = SILENT) -> SurrogatePlan:
     """The plan of what ``carry_out_surrogate`` will release of the records ``forget``, without a model and without
-    spending anything.
-
-    Raises UsageError for a bound that no threshold achieves; MpuError for records or prompts that cannot be read, and
-    without OpenDP.
-    """
+    spending anything."""
     release = options.release
     check_units(options.reading, release.dp_unit)
     records = read_records(
@@ -103,9 +99,6 @@ def carry_out_surrogate(
         copy: a copy from the server; a sealed one is opened with ``identity``.
         out: JSON lines of questions and answers, which `unlearn --forget` reads. The release is written down in the
             client's ledger first.
-
-    Raises MpuError if no term is in enough records, if the release would exceed the budget, or if the copy cannot be
-    read.
     """
     with Transaction(force=force) as transaction, private_umask():
         output = transaction.add(out)  # fails before anything is spent
@@ -140,8 +133,7 @@ def carry_out_surrogate(
 
 
 def _checked_name(record: Record) -> str | None:
-    """The name that --term-column gives ``record``, in one line. Raises MpuError if it is not printable, or too
-    long."""
+    """The name that --term-column gives ``record``, in one line."""
     name = " ".join((record.unit or "").split())
     if len(name) > MAX_TERM or not name.isprintable():
         raise MpuError(
@@ -170,7 +162,7 @@ def _read_prompts(path: Path) -> list[str]:
 
 
 def _write_down(plan: SurrogatePlan) -> None:
-    """Add the release to the client's ledger. Raises MpuError if it would exceed the budget."""
+    """Add the release to the client's ledger."""
     ledger = default_ledger_path()
     try:
         entry = LedgerEntry(

@@ -260,10 +260,7 @@ MODEL_AXES = (("model",), ("|model|",))
 
 
 def open_suspect(source: str) -> Checkpoint:
-    """The weights of a suspect: a file, a directory, a sharded index or a Hub id; its config is not read.
-
-    Raises MpuError if there are none, or if it is an adapter without the model that it belongs to.
-    """
+    """The weights of a suspect: a file, a directory, a sharded index or a Hub id; its config is not read."""
     path = locate(source)
     if is_adapter(path):
         raise MpuError(f"{path}: a peft adapter, not a model", "merge it into its model with peft (merge_and_unload)")
@@ -306,10 +303,7 @@ class Suspect:
 
 
 def match_suspect(source: str, checkpoint: Checkpoint, base: Checkpoint, layout: Layout) -> Suspect:
-    """The suspect with the names of the base's tensors, if both have as many layers; else see ``match_layers``.
-
-    Raises MpuError if the architectures or vocabularies differ.
-    """
+    """The suspect with the names of the base's tensors, if both have as many layers; else see ``match_layers``."""
     prefix = layout.family.prefix
     with_prefix = {name if name.startswith(prefix) else prefix + name: name for name in checkpoint.tensors}
     names = {}
@@ -332,10 +326,7 @@ def match_suspect(source: str, checkpoint: Checkpoint, base: Checkpoint, layout:
 
 
 def _straightened(suspect: Suspect, base: Checkpoint, layout: Layout) -> Suspect:
-    """``suspect`` in the basis of ``base`` if it is in another; without the tensors that cannot be brought there.
-
-    Raises MpuError if its shapes differ and it cannot be brought there.
-    """
+    """``suspect`` in the basis of ``base`` if it is in another; without the tensors that cannot be brought there."""
     names, tensors = suspect.names, suspect.checkpoint.tensors
     unlike = [name for name, theirs in names.items() if tensors[theirs].shape != base.tensors[name].shape]
     if not unlike and _fits(suspect, base, layout):

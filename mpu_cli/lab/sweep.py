@@ -90,10 +90,7 @@ class OnThisMachine:
 class ThroughSubmitit:
     """Jobs of SLURM or, where there is none, of submitit's executor on this machine. ``parameters`` are those of its
     AutoExecutor, such as ``slurm_partition``. Its files and the jobs' logs go into a new folder in ``folder``, which
-    all nodes see, under a name that nobody could foresee: results come back as pickles.
-
-    Raises MpuError if submitit is not installed, UsageError for parameters that it does not know.
-    """
+    all nodes see, under a name that nobody could foresee: results come back as pickles."""
 
     def __init__(self, folder: Path, parameters: Mapping[str, object]):
         try:
@@ -125,11 +122,7 @@ class ThroughSubmitit:
 
 class ThroughRay:
     """Tasks of the Ray cluster that RAY_ADDRESS names. Each has a GPU, if the cluster has any, unless ``parameters``,
-    the options of a remote function, say otherwise. All nodes see the sweep's folder.
-
-    Raises MpuError if Ray is not installed or no cluster runs, UsageError without RAY_ADDRESS and for parameters that
-    Ray does not know.
-    """
+    the options of a remote function, say otherwise. All nodes see the sweep's folder."""
 
     def __init__(self, parameters: Mapping[str, object]):
         try:
@@ -240,10 +233,7 @@ class Cell:
 
 
 def read_sweep(path: Path, overrides: Mapping[str, object] | None = None) -> list[Cell]:
-    """The cells of a sweep file, in order, each once; ``overrides`` replace options, "eval.…" those of eval.
-
-    Raises MpuError or UsageError, naming the place.
-    """
+    """The cells of a sweep file, in order, each once; ``overrides`` replace options, "eval.…" those of eval."""
     document = read_recipe(path)
     document.pop("published", None)
     evaluation = document.pop("eval", {})
@@ -279,7 +269,7 @@ def read_sweep(path: Path, overrides: Mapping[str, object] | None = None) -> lis
 
 
 def overrides_of(path: Path) -> dict[str, object]:
-    """The options in ``path``, those of its table [eval] as "eval.…". Raises MpuError if it cannot be read."""
+    """The options in ``path``, those of its table [eval] as "eval.…"."""
     document = read_toml(path)
     evaluation = document.pop("eval", {})
     if not isinstance(evaluation, dict):
@@ -350,8 +340,7 @@ def sweep(
     reason for each cell that failed.
 
     A cell's models are removed once it is evaluated, unless it says ``keep = true``; its log and result stay. With
-    ``jobs``, several cells run at once. Raises MpuError or UsageError, before anything is run, for options that do not
-    work.
+    ``jobs``, several cells run at once.
     """
     for cell in cells:
         _check(cell)
@@ -399,10 +388,7 @@ def sweep(
 
 
 def _write_plan(folder: Path, cells: Sequence[Cell]) -> None:
-    """Write down in ``folder`` the names of all experiments of this sweep so far, and how they are made.
-
-    Raises MpuError if ``folder`` holds results of experiments that were made otherwise.
-    """
+    """Write down in ``folder`` the names of all experiments of this sweep so far, and how they are made."""
     shared = json.loads(json.dumps(_shared_options(cells), default=str))
     names, path = [cell.name for cell in cells], folder / PLANNED
     if path.is_file() and ((folder / RESULTS).exists() or any(folder.glob(f"*/{LOG}"))):
@@ -445,10 +431,7 @@ def _check(cell: Cell) -> None:
 
 
 def preview(cells: Sequence[Cell]) -> list[str]:
-    """The warnings of a sweep before it trains, a sentence each, also of what is missing on this machine.
-
-    Raises UsageError for options that do not go together.
-    """
+    """The warnings of a sweep before it trains, a sentence each, also of what is missing on this machine."""
     warnings: dict[str, None] = {}
     for cell in cells:
         _check(cell)
@@ -534,7 +517,7 @@ def _with_retain_log(cell: Cell, folder: Path, observer: Observer) -> Cell:
 
 
 def sweep_metric_names(cells: Sequence[Cell]) -> list[str]:
-    """The names of all metrics that ``cells`` will have. Raises MpuError or UsageError for what cannot be measured."""
+    """The names of all metrics that ``cells`` will have."""
     names: dict[str, None] = {}
     for cell in cells:
         names |= dict.fromkeys(_benchmark(cell)[1])

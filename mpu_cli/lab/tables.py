@@ -22,8 +22,7 @@ def write_tables(tables: Mapping[str, Table], path: Path, *, notes: Sequence[str
     """Write ``tables``, by title, each with its header as the first row, in the format that ``path``'s suffix names.
 
     Below them stand ``notes``, in LaTeX as comments and in CSV not at all. CSV has one table, whose first column is the
-    title. Text between ** is bold, except in CSV. Raises MpuError if there is no table, and if ``path`` exists unless
-    ``force``.
+    title. Text between ** is bold, except in CSV.
     """
     if not tables:
         raise MpuError(f"{path}: there is nothing to write", "choose results that have metrics")

@@ -275,8 +275,7 @@ def trace(
 ) -> Trace:
     """Look for every copy of ``publications`` in the model at ``source``.
 
-    ``pretrained``: the public model, which makes models between it and a copy easier to trace. Raises MpuError for a
-    model of another architecture or vocabulary, and for a base that is not what was published.
+    ``pretrained``: the public model, which makes models between it and a copy easier to trace.
     """
     checkpoint = open_suspect(source)
     observer.stage("trace", sum(each.base.checkpoint.nbytes for each in publications))
@@ -433,8 +432,7 @@ def trace_endpoint(
 ) -> Trace:
     """Look for the noise of every copy of ``publications`` in what the model at ``endpoint`` gives to ``texts``.
 
-    ``texts``: a file of records; every token after the first is scored. Raises MpuError for an endpoint that returns no
-    log-probabilities of prompts, and for texts that cannot be read.
+    ``texts``: a file of records; every token after the first is scored.
     """
     records = read_records(texts)
     results = []

@@ -47,11 +47,7 @@ def tune(
     max_rise: float,
     observer: Observer = SILENT,
 ) -> tuple[Trial | None, list[Trial]]:
-    """The trial in bounds that forgot most (None: there is none), and all trials in their order.
-
-    Raises UsageError if the algorithm reads no records to keep, or the ranges are empty; MpuError if the model cannot
-    be trained.
-    """
+    """The trial in bounds that forgot most (None: there is none), and all trials in their order."""
     try:
         import optuna
     except ImportError as error:

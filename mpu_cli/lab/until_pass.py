@@ -47,8 +47,7 @@ def run_until_pass(
     """Play both parties, as their commands would, until the client's verdict is a pass, or one that another round makes
     no better, or for as many rounds as ``experiment`` has, MOST_ROUNDS by default. An interrupted run resumes.
 
-    ``experiment``: one that ``stops_when_done``. Raises UsageError for options that only a fixed number of rounds has,
-    MpuError if ``folder`` holds something else.
+    ``experiment``: one that ``stops_when_done``.
     """
     if experiment.loss_reference != "original":
         raise UsageError("--loss-reference: needs a fixed number of epochs", "add --epochs, or leave it out")

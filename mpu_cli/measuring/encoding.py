@@ -59,11 +59,7 @@ class TrainedEncoder:
     encoding: Encoding
 
     def questions(self, records: Sequence[Record]) -> list[Item]:
-        """Items of records, tokenized together: the answer to a question is scored, and a text but for its first token.
-
-        Raises MpuError if the template or the tokenizer rejects one or takes too much, and for a text that training
-        reads in several pieces.
-        """
+        """Items of records, tokenized together: of a question its answer is scored, of a text all but its first."""
         special = sorted(special_ids(self.encoding.tokenizer))
         texts = decode(self.encoding.tokenizer, [[token] for token in special], skip_special=False)
         ends = {token for token, text in zip(special, texts, strict=True) if text.strip()}
@@ -99,10 +95,7 @@ class OpenUnlearningEncoder:
 
     def questions(self, records: Sequence[Record]) -> list[Item]:
         """Items of records that have a question, tokenized together; answers to the same question share the tokens of
-        their prompt.
-
-        Raises MpuError if the template or the tokenizer rejects one or takes too much.
-        """
+        their prompt."""
         encode = self._plain if self.encoding.template == "plain" else self._chat
         prompt_keys = [replace(record, answer="", answer_fields=()).identity for record in records]
         fresh = {key: record for key, record in zip(prompt_keys, records, strict=True) if key not in self._prompts}
@@ -116,17 +109,14 @@ class OpenUnlearningEncoder:
         return items
 
     def completions(self, rows: Sequence[tuple[str, str, str]]) -> list[Item]:
-        """Items of (prompt, continuation, place); of a continuation, LONGEST_TEXT tokens at most are kept and scored.
-
-        Raises MpuError as ``questions`` does.
-        """
+        """Items of (prompt, continuation, place); of a continuation, LONGEST_TEXT tokens at most are scored."""
         places = [location for _, _, location in rows]
         full_ids = self._tokens([f"{prompt} {continuation}" for prompt, continuation, _ in rows], places)
         prompts = self._tokens([prompt for prompt, _, _ in rows], places)
         return [self._text(*each) for each in zip(full_ids, prompts, places, strict=True)]
 
     def texts(self, rows: Sequence[tuple[str, str]]) -> list[Item]:
-        """Items of (text, place), scored from the second token on. Raises MpuError as ``questions`` does."""
+        """Items of (text, place), scored from the second token on."""
         places = [location for _, location in rows]
         # The empty text has the tokens that the tokenizer puts before every text.
         [before] = self._tokens([""], places[:1] or [""])
@@ -204,7 +194,7 @@ def encoder_of(
 
 
 def _all(outcomes: Sequence[list[int] | ValueError], places: Sequence[str]) -> list[list[int]]:
-    """The tokens of every text. Raises MpuError for the first that was rejected."""
+    """The tokens of every text."""
     encoded = []
     for outcome, location in zip(outcomes, places, strict=True):
         if isinstance(outcome, ValueError):

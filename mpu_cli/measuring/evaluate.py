@@ -111,10 +111,7 @@ def passes_for(
 def carry_out(
     todo: Sequence[Pass], subject: Subject, options: Measuring, findings: Findings, observer: Observer
 ) -> None:
-    """Carry out passes in their order; what they find is kept after each.
-
-    Raises MpuError, before the first, for records that the model cannot read.
-    """
+    """Carry out passes in their order; what they find is kept after each."""
     model, scored = subject.model, findings.facts["options"]["scored"]
     loaded, tokenizer = load_subject(subject, findings.facts)
     template = str(findings.facts["options"]["template"])
@@ -362,7 +359,6 @@ def evaluate(
     ``adapter`` is a folder with a peft adapter to add to ``model``; ``lm_eval`` are tasks of the harness to run beside
     it. With an ``endpoint``, the model that it serves is measured, with the tokenizer of ``model``. Without ``texts``
     the result has no questions, answers and generations.
-    Raises MpuError for records, models and logs that cannot be used, naming the place.
     """
     reference = open_model(options.reference_model) if options.reference_model else None
     device_of(options.scoring.device)

@@ -352,10 +352,7 @@ class Shown:
 
 
 class Respondent:
-    """A copy that is ready to answer: loaded, with the encoder of its prompts.
-
-    Raises MpuError or UsageError for what does not work, before a question is known.
-    """
+    """A copy that is ready to answer: loaded, with the encoder of its prompts."""
 
     def __init__(self, copy: Model, prompts: ChatTemplate, device: str):
         self._model, self._tokenizer = load(copy, torch.float32, device)
@@ -363,7 +360,7 @@ class Respondent:
         self._encoder = encoder_of(self._tokenizer, prompts, template, limits_of(self._model), "as trained")
 
     def add(self, copy: Model, delta: Path) -> None:
-        """Answer as ``copy`` does with ``delta`` from now on. Raises MpuError for a delta that is not of it."""
+        """Answer as ``copy`` does with ``delta`` from now on."""
         add_delta(self._model, copy, open_delta(copy, delta))
 
     def answers(self, records: Sequence[Record], limit: int = LONGEST_ANSWER, observer: Observer = SILENT) -> list[str]:

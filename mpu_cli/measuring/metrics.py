@@ -66,10 +66,7 @@ def with_definition(maker: Callable[Arguments, Metric]) -> Callable[Arguments, M
 
 def imported_metric(name: str, built_in: Collection[str], splits: Iterable[str]) -> Metric:
     """A metric of an installed package, by its entry point in ``mpu.metrics``, or of ``module:function``: a Metric, or
-    a function that computes the value from the ``SPLIT.answer`` findings of all ``splits``; more should be better.
-
-    Raises UsageError if there is none of that name beside the ``built_in`` ones, or if it cannot be imported.
-    """
+    a function that computes the value from the ``SPLIT.answer`` findings of all ``splits``; more should be better."""
     label = f"--metrics {name}"
     imported = load_plugin("metric", name, "--metrics", built_in)
     if not isinstance(imported, Metric):

@@ -55,7 +55,7 @@ class RetainLog:
         return value
 
     def truth_ratios(self, questions: Sequence[str]) -> list[float]:
-        """The truth ratio of each of ``questions``. Raises MpuError if the log has different questions."""
+        """The truth ratio of each of ``questions``."""
         rows = self.metrics["forget_truth_ratio"].get("value_by_index", {})
         ratios = [_number(rows.get(str(i), {}).get("score")) for i in range(len(rows))]
         valid_ratios = [ratio for ratio in ratios if ratio is not None]
@@ -83,7 +83,7 @@ def _number(value: object) -> float | None:
 
 
 def read_retain_log(path: Path) -> RetainLog:
-    """Read a log. Raises MpuError if the file is not one."""
+    """Read a log."""
     if path.is_dir():
         raise MpuError(f"{path}: a folder, not a result of mpu eval", "name the JSON file that `mpu eval` wrote")
     document = read_json_object(path, LARGEST_RESULT)

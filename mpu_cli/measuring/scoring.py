@@ -243,10 +243,7 @@ class Scorer:
         self._packs = True
 
     def prepare(self, items: Sequence[Item]) -> None:
-        """Find out whether ``items`` can share passes; ``score`` does so if need be.
-
-        Raises MpuError if memory runs out.
-        """
+        """Find out whether ``items`` can share passes; ``score`` does so if need be."""
         unique = _unique(items)
         longest = max((len(item.ids) for item in unique), default=0)
         if self._packs and longest > self._tried and len(unique) > 1:
@@ -267,7 +264,6 @@ class Scorer:
 
         They are computed ``batch_size`` items at a time, in float32 or wider; duplicates are read once. Of ``items``,
         mean and variance are included with ``moments``.
-        Raises MpuError if scores are not finite (with the place) or if memory runs out.
         """
         scores_of: dict[_Key, TokenScores] = {}
         all_items = [*items, *loss_items]

@@ -22,10 +22,7 @@ ACCELERATE = "ACCELERATE_TORCH_DEVICE"  # the variable that accelerate reads
 
 
 def device_of(name: str) -> torch.device:
-    """The torch device called ``name``; "auto" is CUDA if there is one, else the CPU.
-
-    Raises UsageError if torch knows no such device, or finds none here.
-    """
+    """The torch device called ``name``; "auto" is CUDA if there is one, else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -255,10 +255,7 @@ class Layout:
         return self.family.prefix + name if self.bare and not name.startswith("lm_head.") else name
 
     def symmetries(self, name: str, layer: int | None = None) -> tuple[Symmetry, ...]:
-        """The symmetries in set ``name`` that a layer allows, or the whole model (None).
-
-        Raises UsageError if there is no such set.
-        """
+        """The symmetries in set ``name`` that a layer allows, or the whole model (None)."""
         if name not in (*SETS, EVERY):
             raise UsageError(f"unknown symmetries {name!r}", f"choose from {', '.join(SETS)}")
         if layer is None:
@@ -324,8 +321,7 @@ def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], w
 def expected_tensors(config: Mapping[str, object]) -> dict[str, TensorInfo]:
     """The tensors that files of a model with this config hold, in float32, as its family's table has them.
 
-    For models without files; of what surrounds a language model, only what writes into it. Raises MpuError if the
-    architecture is not supported.
+    For models without files; of what surrounds a language model, only what writes into it.
     """
     where = "config"
     family = supported_family(config, where)
@@ -433,7 +429,7 @@ def _expected_layouts(
 def _check_names(
     family: Family, expected: Collection[str], tensors: Collection[str], alias: str | None, where: str
 ) -> list[str]:
-    """The constants among ``tensors``. Raises MpuError if some are dead, missing or unknown."""
+    """The constants among ``tensors``."""
     unexpected = [name for name in tensors if name not in expected and not name.startswith(family.frozen_prefixes)]
     if dead := sorted(name for name in unexpected if any(fnmatch.fnmatch(name, pattern) for pattern in family.dead)):
         raise MpuError(

@@ -101,8 +101,7 @@ def letting_go(work: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
 
 
 def skeleton(model: Model) -> PreTrainedModel:
-    """``model`` as its config describes it, with tensors that have shapes but no data. Raises MpuError if transformers
-    does not know it."""
+    """``model`` as its config describes it, with tensors that have shapes but no data."""
     transformers.logging.set_verbosity_error()
     with staged_model(model) as folder, blaming(f"{model.source}: transformers cannot load it"):
         return _skeleton(folder, model.checkpoint)
@@ -170,8 +169,7 @@ def load(
 
     With ``quantize``, linear layers are held in 4 bits. What was loaded is compared with the opened files. With
     dropout, or routers that draw experts, every copy would train with other random numbers and the noise would not
-    cancel. Raises MpuError if transformers cannot load them or had to initialise weights itself, UsageError if it
-    cannot be quantized.
+    cancel.
     """
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -316,10 +314,7 @@ def trained_length(model: PreTrainedModel) -> int | None:
 
 def limits_of(model: PreTrainedModel, *, independent: bool = False) -> Limits:
     """The limits on what ``model`` can read; ``independent``: so that it reads a record alike whatever else is in its
-    batch.
-
-    Raises MpuError for rotary positions of which that is not known.
-    """
+    batch."""
     limits = [longest_input(model), longest_independent_input(model) if independent else None]
     longest = min((each for each in limits if each is not None), default=None)
     return Limits(longest, trained_length(model), vocabulary_size(model))
@@ -329,7 +324,7 @@ def longest_independent_input(model: PreTrainedModel) -> int | None:
     """The most tokens up to which the model reads a record alike whatever else is in its batch; None for no limit.
 
     "longrope" and "dynamic" choose the frequencies of all positions by the longest input of a batch, and "dynamic"
-    keeps them for later batches. Raises MpuError for a kind of rotary positions of which that is not known.
+    keeps them for later batches.
     """
     limits = []
     for module in model.get_decoder().modules():  # not of a tower around it, which reads no text

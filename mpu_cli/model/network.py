@@ -405,7 +405,7 @@ class Answers:
 
 
 def read_answers(path: Path, tokenizer: PreTrainedTokenizerBase) -> Answers:
-    """The first records of ``path``. Raises MpuError as ``read_records`` does, and if none of them has an answer."""
+    """The first records of ``path``."""
     examples = Encoding(tokenizer).encode(read_records(path)[:MAX_RECORDS])
     if not any(label >= 0 for example in examples for label in example.labels):
         raise MpuError(f"{path}: no record has an answer")

@@ -83,7 +83,7 @@ class Model:
 
     @cached_property
     def layout(self) -> Layout:
-        """The layout of its tensors. Raises MpuError if its family is unknown or does not fit it."""
+        """The layout of its tensors."""
         return layout_of(self.checkpoint.tensors, self.config, self.source)
 
     @property

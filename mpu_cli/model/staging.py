@@ -74,10 +74,7 @@ _WORDS = re.compile(r"[\w.]{1,200}")
 
 @contextmanager
 def staged_model(model: Model) -> Iterator[Path]:
-    """A private folder from which transformers loads ``model``: its config, tokenizer and the opened weights.
-
-    Raises MpuError for a config that no library should see.
-    """
+    """A private folder from which transformers loads ``model``: its config, tokenizer and the opened weights."""
     with private_scratch() as folder:
         _write(folder / "config.json", config_for_libraries(model))
         for path in model.side_files:  # the JSON among them with what is known of it only
@@ -113,7 +110,7 @@ def config_for_libraries(model: Model) -> dict[str, object]:
 
 @contextmanager
 def staged_adapter(folder: Path) -> Iterator[Path]:
-    """A private folder from which peft loads the LoRA adapter in ``folder``. Raises MpuError for any other kind.
+    """A private folder from which peft loads the LoRA adapter in ``folder``.
 
     Which modules it changes, and with which rank, is read from its tensors: in its config both can be expressions that
     never end or ask for any amount of memory.
@@ -135,10 +132,7 @@ def staged_adapter(folder: Path) -> Iterator[Path]:
 
 
 def _lora_config(config: Mapping[str, object], weights: Checkpoint, path: Path) -> dict[str, object]:
-    """The config that peft gets for an adapter: plain values of its ``config``, modules and ranks of its ``weights``.
-
-    Raises MpuError for an entry that may change what the adapter does in a way that mpu does not know.
-    """
+    """The config of an adapter for peft: plain values of its ``config``, modules and ranks of its ``weights``."""
     if unknown := [n for n, value in config.items() if value and n not in (*_LORA, *_CHECKED, *_PAST)]:
         raise _not_honoured(path, quoted_list(unknown))
     start = config.get("init_lora_weights")
@@ -174,7 +168,7 @@ def _not_honoured(path: Path, what: str) -> MpuError:
 
 def _ranks(weights: Checkpoint) -> dict[str, int]:
     """The rows of the first factor, by the module that it belongs to; of a stack of experts, the rank times their
-    number. Raises MpuError if there are none."""
+    number."""
     ranks: dict[str, int] = {}
     for name, info in weights.tensors.items():
         if factor := _FACTOR.fullmatch(name):
@@ -198,7 +192,7 @@ def _of_stacks(ranks: Mapping[str, int], parameters: Sequence[str]) -> dict[str,
 
 
 def _plain_names(config: Mapping[str, object], entry: str, path: Path) -> list[str]:
-    """The names that an entry lists. Raises MpuError if it is anything else."""
+    """The names that an entry lists."""
     names = config.get(entry) or []
     if not isinstance(names, list) or not all(isinstance(name, str) and _WORDS.fullmatch(name) for name in names):
         raise MpuError(f"{path}: {entry} is not a list of plain names")
@@ -209,7 +203,7 @@ def _by_pattern(
     config: Mapping[str, object], entry: str, modules: Sequence[str], path: Path, default: object = None
 ) -> dict[str, Any]:
     """The numbers that a table of regular expressions gives to these modules, as peft reads it; without ``default``,
-    only of those that it names. Raises MpuError if it is not such a table, or an expression does not end in time."""
+    only of those that it names."""
     table = config.get(entry) or {}
     if not isinstance(table, dict) or not all(type(value) in (int, float) for value in table.values()):
         raise MpuError(f"{path}: {entry} is not a table of modules and numbers")
@@ -304,10 +298,7 @@ def open_delta(source: Model, path: Path) -> Checkpoint:
 
 @torch.no_grad()
 def add_delta(model: PreTrainedModel, source: Model, delta: Checkpoint) -> None:
-    """Add an opened delta to the weights of ``model``, loaded from ``source``; the product of LoRA's factors.
-
-    Raises MpuError if it does not fit.
-    """
+    """Add an opened delta to the weights of ``model``, loaded from ``source``; the product of LoRA's factors."""
     unmatched_names = dict.fromkeys(delta.tensors)
     for stored, view in in_memory(model, source.checkpoint.tensors).items():
         if stored in delta.tensors:
@@ -341,7 +332,7 @@ def adapter_base(folder: Path) -> str:
     """The base model of the peft adapter in ``folder``.
 
     Its config, which may be another party's, names a folder beside it or a model in the Hub's cache: on its word, no
-    other file is opened and nothing is requested. Raises MpuError for anything else.
+    other file is opened and nothing is requested.
     """
     path = folder / ADAPTER_CONFIG
     base = read_json_object(path, links=False).get("base_model_name_or_path")
@@ -356,10 +347,7 @@ def adapter_base(folder: Path) -> str:
 
 
 def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """``model`` with the adapter in ``folder`` added to its weights.
-
-    Raises MpuError if peft cannot read it, or if a tensor of it has no place in the model.
-    """
+    """``model`` with the adapter in ``folder`` added to its weights."""
     from peft import PeftModel, get_peft_model_state_dict
 
     with blaming(f"{folder}: peft cannot apply this adapter to the model"), staged_adapter(folder) as ours:

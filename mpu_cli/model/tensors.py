@@ -34,10 +34,7 @@ def check_bitsandbytes() -> None:
 
 def in_4_bits(bare: PreTrainedModel, dtype: torch.dtype) -> BitsAndBytesConfig:
     """The settings with which transformers loads, in 4 bits, the model that ``bare`` is a skeleton of; products are
-    computed in ``dtype``.
-
-    Raises UsageError if it has no layer that can be held in 4 bits.
-    """
+    computed in ``dtype``."""
     check_bitsandbytes()
     linear = linear_layers(bare)
     if not linear:

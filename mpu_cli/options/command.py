@@ -80,10 +80,7 @@ class Command(Options, ABC):
 
     @classmethod
     def of(cls: type[Self], *arguments: object, **keywords: object) -> Self:
-        """The command with these arguments, and options by their names.
-
-        Raises UsageError as ``from_flat`` does.
-        """
+        """The command with these arguments, and options by their names."""
         declarations = declared_options(cast(Any, cls))
         # As on the command line, where the name of a field may not be used: run for run_name, with for with_file.
         by_flag = {each.flag.removeprefix("--").replace("-", "_"): name for name, each in declarations.items()}

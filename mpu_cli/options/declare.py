@@ -145,7 +145,7 @@ class Declaration:
         return "\n" if self.metavar == RECORDS else ","
 
     def convert(self, value: object, where: str = "") -> object:
-        """``value`` as this option's type. Raises UsageError if it is of another type or not a choice."""
+        """``value`` as this option's type."""
         raw, expected = value, f"of type {self.kind.__name__}"
         if self.choices:
             expected = f"one of {', '.join(self.choices)}"
@@ -361,8 +361,7 @@ def unfold(fold: Fold, texts: Iterable[str], declarations: Mapping[str, Declarat
     Python.
 
     A switch needs no value, what has no name goes on with the text before it (``rank=8,targets=q_proj,v_proj``), and of
-    a name that is given twice the last value counts. Raises UsageError for a name or a value that the fold does not
-    have, MpuError for a file that cannot be read.
+    a name that is given twice the last value counts.
     """
     members = {each.key: each for each in folds_of(declarations)[fold]}
 
@@ -403,7 +402,7 @@ def unfold(fold: Fold, texts: Iterable[str], declarations: Mapping[str, Declarat
 
 
 def _parsed(declaration: Declaration, text: str) -> object:
-    """``text`` as a value of the option's kind. Raises UsageError if it is none."""
+    """``text`` as a value of the option's kind."""
     if text in declaration.words:
         return text
     if declaration.kind is bool:

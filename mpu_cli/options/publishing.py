@@ -109,8 +109,6 @@ class Disguise(Copies):
 
         If neither is set, they hide the task vector where the public model is named, in one copy unless several are
         asked for: noise that cancels hides nothing from a client that has all copies.
-
-        Raises UsageError for a single copy without noise, or with noise that only several copies cancel.
         """
         if with_pretrained and not self.sets_scale:
             copy_options = (self.copies, self.noise, self.nodes, self.alphas)
@@ -226,10 +224,7 @@ class Publishing(Options):
     )
 
     def with_scale(self, *, with_pretrained: bool) -> Publishing:
-        """These options with numbers for the noise that cancels and that stays, both 0 under --dp epsilon.
-
-        Raises UsageError if noise is scaled in two ways, or if a single copy would have none.
-        """
+        """These options with numbers for the noise that cancels and that stays, both 0 under --dp epsilon."""
         if self.calibration.epsilon is None:
             return replace(self, disguise=self.disguise.with_scale(with_pretrained=with_pretrained))
         if self.disguise.sets_scale:

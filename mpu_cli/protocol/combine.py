@@ -357,11 +357,7 @@ def aggregate(plan: AggregatePlan, *, observer: Observer = SILENT) -> Aggregatio
 
 
 def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Combined:
-    """Write θ + η·Σ_owners Δ̄.
-
-    Raises MpuError if a norm is above ``--max-norm``, if the base is not the one that was published, for NaN and Inf,
-    if no step suits ``--max-rise`` and, unless ``plan.trust_deltas``, if the noise does not cancel.
-    """
+    """Write θ + η·Σ_owners Δ̄."""
     owners, options = plan.owners, plan.options
     inverse_maps = InverseMaps(plan.deltas, plan.base.layout)
     noises = fingerprints(plan.base, plan.publications)
@@ -583,7 +579,6 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
     """Write η·Δ̄ of one owner's LoRA deltas as one peft adapter for the base, whose rank is the sum of theirs.
 
     Its factors are the inverted factors side by side: B = [η·w₁B₁ … η·w_mB_m], A = [A₁ … A_m], so nothing is lost.
-    Raises MpuError as ``aggregate`` does.
     """
     base, layout, options = plan.base, plan.base.layout, plan.options
     [owner], [weights] = plan.owners, plan.weights

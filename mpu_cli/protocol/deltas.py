@@ -78,10 +78,7 @@ def delta_paths(paths: Iterable[Path]) -> list[Path]:
 
 
 def open_deltas(paths: Iterable[Path], keys: Keys) -> list[Delta]:
-    """Open deltas of the publication that ``keys`` belong to, ordered by copy.
-
-    Raises MpuError if one is damaged, belongs to a different run, round or publication, or is given twice.
-    """
+    """Open deltas of the publication that ``keys`` belong to, ordered by copy."""
     deltas: dict[int, Delta] = {}
     for path in delta_paths(paths):
         checkpoint = open_checkpoint(path, links=False)
@@ -389,10 +386,7 @@ class InverseMaps:
 
 
 def invert(base: Model, delta: Delta, *, target: Path, transaction: Transaction, observer: Observer = SILENT) -> None:
-    """Write T_k⁻¹(Δ_k) to ``target`` in the delta's own dtypes, as part of ``transaction``.
-
-    Raises MpuError if the delta is already inverted, does not fit the base, or contains NaN or Inf.
-    """
+    """Write T_k⁻¹(Δ_k) to ``target`` in the delta's own dtypes, as part of ``transaction``."""
     if delta.manifest.inverted:
         raise MpuError(f"{delta.path}: is already inverted", "pass it to `mpu aggregate` as it is")
     check_delta(delta, base)

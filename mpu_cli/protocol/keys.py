@@ -175,8 +175,7 @@ def sealer(
 ) -> Callable[[Keys], bytes]:
     """The function that seals keys: for ``recipients`` (age1…), with a ``passphrase``, or for the identity in a file.
 
-    Without any of them, for the user's own identity, which is made on first use; ``note`` reports that. Raises MpuError
-    for a recipient or an identity that cannot be used, UsageError for several of the three.
+    Without any of them, for the user's own identity, which is made on first use; ``note`` reports that.
     """
     check_one_way(recipients, passphrase, identity)
     if passphrase is not None:
@@ -223,10 +222,7 @@ def unseal(
     passphrase: str | None = None,
     secret: bytes | None = None,
 ) -> Keys:
-    """Open a key file; with the server's ``secret``, find out whether it is the server's own.
-
-    Raises MpuError if it is damaged, newer, or sealed for another identity or passphrase.
-    """
+    """Open a key file; with the server's ``secret``, find out whether it is the server's own."""
     sealed = _read(path)
     try:
         if passphrase is not None:
@@ -248,10 +244,7 @@ def unseal(
 def open_keys(
     path: Path, *, identity: Path | None = None, passphrase: str | None = None, trust_keys: bool = False
 ) -> Keys:
-    """The keys in a file, opened with a passphrase or an identity (default: your own).
-
-    Raises MpuError if they were not sealed by this server, unless ``trust_keys``.
-    """
+    """The keys in a file, opened with a passphrase or an identity (default: your own)."""
     if passphrase is not None:
         return unseal(path, passphrase=passphrase)
     identities = read_identities(identity or default_identity_path())

@@ -210,7 +210,7 @@ class Extrapolated(Scheme):
 
         The remainder is |Π c_k|·κ^m, so nodes near 0 are good; but nodes near each other give large weights, which
         amplify every difference between copies that is not due to the noise. Nodes on both sides give smaller weights
-        than on one. Raises UsageError for so many copies that the weights are beyond use.
+        than on one.
         """
         return cls.from_factors((1 + NODE_DISTANCE * (k // 2)) * (-1) ** k for k in range(copies))
 
@@ -238,8 +238,7 @@ SCHEMES: dict[str, type[Scheme]] = {scheme.kind: scheme for scheme in (Extrapola
 def scheme_of(options: Copies) -> Scheme:
     """The scheme that --noise, --alphas, --nodes and --copies ask for.
 
-    Without --copies there are as many as factors, or DEFAULT_COPIES. Raises UsageError for numbers that do not make a
-    scheme.
+    Without --copies there are as many as factors, or DEFAULT_COPIES.
     """
     kind, alphas, nodes = options.noise, options.alphas, options.nodes
     copies = DEFAULT_COPIES if options.count is None else options.count
@@ -253,7 +252,7 @@ def scheme_of(options: Copies) -> Scheme:
 
 
 def given_factors(kind: str | None, alphas: str | None, nodes: str | None, copies: int) -> Scheme:
-    """The scheme with the factors in ``alphas`` or ``nodes``. Raises UsageError if they do not form one."""
+    """The scheme with the factors in ``alphas`` or ``nodes``."""
     if alphas is not None and (kind == Extrapolated.kind or nodes is not None):
         raise UsageError("--alphas is only for --noise zero-sum", "use --nodes with --noise extrapolate")
     if nodes is not None and kind == ZeroSum.kind:
@@ -264,7 +263,7 @@ def given_factors(kind: str | None, alphas: str | None, nodes: str | None, copie
 
 
 def _numbers(text: str, option: str, copies: int) -> Sequence[float]:
-    """One number for each copy. Raises UsageError."""
+    """One number for each copy."""
     try:
         numbers = [float(part) for part in text.split(",")]
     except ValueError as error:
@@ -399,8 +398,7 @@ def calibrate(options: CalibrationOptions, smallest_alpha: float) -> Calibration
     """The least noise for ``--dp epsilon`` and ``--dp delta`` over ``--dp budget_rounds`` rounds of a run.
 
     ``--bound`` "analytic" is exact (Balle and Wang, 2018, through dp-accounting); "classical" is σ = S√(2 ln(1.25/δ))/ε
-    (Dwork and Roth, 2014, Theorem A.1), which is larger and valid for ε ≤ 1. Raises UsageError if a number is out of
-    range, MpuError if dp-accounting is not installed.
+    (Dwork and Roth, 2014, Theorem A.1), which is larger and valid for ε ≤ 1.
     """
     from scipy.stats import norm  # takes a second, and only calibrated noise needs it
 

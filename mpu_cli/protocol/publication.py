@@ -197,7 +197,7 @@ def publication_of(
 ) -> Publication:
     """The publication that ``mpu publish`` makes, with or without a public model that scales the noise.
 
-    Without ``seed`` the secrets come from the operating system. Raises UsageError for options that do not go together.
+    Without ``seed`` the secrets come from the operating system.
     """
     options = options.with_scale(with_pretrained=with_pretrained)
     disguise, privacy = options.disguise, options.calibration
@@ -234,8 +234,7 @@ def default_secret_path() -> Path:
 
 
 def server_secret(note: Callable[[str], None] = lambda _: None) -> bytes:
-    """The server's own secret, which is made on first use; ``note`` reports that. Raises MpuError if it cannot be made
-    or read."""
+    """The server's own secret, which is made on first use; ``note`` reports that."""
     path = default_secret_path()
     if not path.exists():
         note(

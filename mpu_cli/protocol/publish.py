@@ -113,8 +113,7 @@ def plan_publish(
     """The plan to write the copies of ``publication`` and its sealed keys to ``target``.
 
     ``only`` names the copies to write, counted from 1, if not all are wanted; ``existing_keys`` are the keys of this
-    publication if another copy of it was made before: they stay as they are. Raises MpuError if the base is not
-    supported, the pretrained model does not fit it, or ``existing_keys`` belong to another publication.
+    publication if another copy of it was made before: they stay as they are.
     """
     _check_alias(base)
     matching(base, pretrained)  # raises if the architectures differ
@@ -174,10 +173,7 @@ def publish(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
 
 def remake_copy(base: Model, keys: Keys, number: int, folder: Path) -> Model:
     """Copy ``number`` of the publication of ``base`` with these ``keys``, made once more, in ``folder``: for a server
-    that sealed it for its client, or does not have it any more.
-
-    Raises MpuError if ``base``, or the public model that the keys name, is not the one of the publication.
-    """
+    that sealed it for its client, or does not have it any more."""
     public = open_model(keys.reference) if keys.reference else None
     target = Target(out=folder, keys=folder / "keys.bin", seal=lambda _: b"")  # the keys that exist are not written
     plan = plan_publish(base, public, keys.publication, target, only=[number], existing_keys=keys)
@@ -270,7 +266,7 @@ def _enter_in_register(
     """Enter the publication in the server's register and in ``entries``.
 
     Returns it with the seed of its permanent noise, and that noise's σ by block, which an earlier publication may have
-    decided; None under --dp epsilon. Raises MpuError if an earlier publication forbids this one.
+    decided; None under --dp epsilon.
     """
     publication, path, layout = plan.publication, default_register_path(), plan.base.layout
     sample = sample_of(plan.base.checkpoint, layout)

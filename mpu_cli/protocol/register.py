@@ -99,7 +99,7 @@ class _Withdrawal(Document):
 
 
 def read_register(path: Path) -> list[RegisterEntry]:
-    """The publications so far, without those that failed. Raises MpuError if the file is damaged."""
+    """The publications so far, without those that failed."""
     hint = "put a backup in its place: what it lost cannot be checked"
     entries: list[RegisterEntry] = []
     for line in read_lines(path, hint):
@@ -130,8 +130,7 @@ def enter_permanent(path: Path, entry: RegisterEntry, requested: Mapping[str, fl
     """Enter a publication with permanent noise of the ``requested`` scales; the entry, with the scales to use.
 
     Scales within rounding of those of earlier publications of the same base become the same, as another scale would be
-    another draw. Raises MpuError if one differs by more, or if the server's secret is another, unless ``again``, which
-    makes the earlier ones void: nobody has their copies.
+    another draw.
     """
     with alone_with_private(path):
         entries = [each for each in read_register(path) if each.permanent_sigma]
@@ -181,8 +180,7 @@ def enter_calibrated(path: Path, entry: RegisterEntry, sigma: float, rounds: int
     """Enter a publication whose noise of scale ``sigma`` is calibrated for ``rounds`` publications; the entry.
 
     Gaussian mechanisms compose: all publications of a base and of a run together spend Σ 1/σᵢ², and each promised that
-    this is at most its own rounds/σ². Raises MpuError if a promise would not hold, unless ``again``, which makes the
-    earlier publications void: nobody has their copies.
+    this is at most its own rounds/σ².
     """
     with alone_with_private(path):
         calibrated = [each for each in read_register(path) if each.calibrated_sigma]

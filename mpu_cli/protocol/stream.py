@@ -81,7 +81,7 @@ class BaseScan:
             self._pending[block] = [self._read(tensor) for tensor in tensors]
 
     def scale(self, block: str, tensors: Sequence[TensorLayout]) -> BlockScale:
-        """The scale of a block, once it is read. Raises MpuError if it contains NaN or Inf."""
+        """The scale of a block, once it is read."""
         self.start(block, tensors)
         if block in self._scales:
             return self._scales[block]

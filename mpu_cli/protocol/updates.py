@@ -78,7 +78,7 @@ def write_update(entry: Entry, observer: Observer) -> None:
 
 
 def read_updates(path: Path | None = None) -> list[Entry]:
-    """All entries, the last one last. Raises MpuError if the file is damaged."""
+    """All entries, the last one last."""
     path = path or default_updates_path()
     hint = "put a backup in its place, or remove it: nothing but `mpu status` and rehearsed steps need it"
     entries: list[Entry] = []

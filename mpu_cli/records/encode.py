@@ -104,7 +104,7 @@ class Encoding:
         return examples
 
     def encode_each(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
-        """The examples of each record, or what is wrong with it. Raises MpuError for what concerns all of them."""
+        """The examples of each record, or what is wrong with it."""
         templated = self.template == "chat" or (self.template is None and self.tokenizer.chat_template)
         dialogues = [record for record in records if record.turns]
         try:

@@ -48,7 +48,7 @@ Token = tuple[str, str]  # its kind and its text
 
 def excel_rows(path: Path, sheet: str | None = None) -> Iterator[tuple[str, dict[str, str]]]:
     """The rows of ``sheet``, or of the one sheet that has any, below the first filled row, which has their names; each
-    with its place. Raises MpuError for what is not an Excel file, or if several sheets have rows and none is named."""
+    with its place."""
     try:
         import openpyxl
     except ImportError as error:

@@ -252,7 +252,7 @@ _MACRO = (
 
 @cache
 def parse_date(text: str) -> date:
-    """Parse a day such as 10 Apr 2025 or 2025-04-10. Raises UsageError if ``text`` is not a date."""
+    """Parse a day such as 10 Apr 2025 or 2025-04-10."""
     for form in _FORMATS:
         try:
             return datetime.strptime(text, form).date()
@@ -356,7 +356,7 @@ MISTYPED = 0.75  # similarity from which a field is taken for the one that --col
 
 
 def parse_columns(text: str | None) -> dict[str, str]:
-    """``question=instruction,answer=response`` as our name → the column's name. Raises UsageError if it is not that."""
+    """``question=instruction,answer=response`` as our name → the column's name."""
     columns = {}
     for part in names_in(text):
         ours, equals, theirs = (word.strip() for word in part.partition("="))
@@ -446,8 +446,7 @@ def renamed_roles(row: object) -> dict[str, str]:
 
 
 def is_context_only(message: Mapping[str, Any], location: str) -> bool:
-    """Whether a message of the assistant is marked as not to be trained on. Raises MpuError for a weight that is
-    neither 0 nor 1."""
+    """Whether a message of the assistant is marked as not to be trained on."""
     if role_of(message) != "assistant":
         return False
     marks = {name: message[name] for name in TRAINING_MARKS if message.get(name) is not None}
@@ -540,7 +539,7 @@ def role_of(message: object) -> str | None:
 
 
 def unit_of(row: object, field: str, location: str) -> str:
-    """What ``field``, of --dp unit, says of a row: whose it is. Raises MpuError if it says nothing."""
+    """What ``field``, of --dp unit, says of a row: whose it is."""
     value = row.get(field) if isinstance(row, dict) else None
     if not isinstance(value, str | int) or value == "":
         raise MpuError(f"{location}: no {field!r}, which --dp unit names")
@@ -566,7 +565,7 @@ def _text(row: Mapping[str, object], name: str, location: str) -> str:
 
 
 def sound_text(text: str, what: str) -> str:
-    """``text``. Raises MpuError if it has a lone surrogate, which JSON allows but no tokenizer accepts."""
+    """``text``."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -628,7 +627,7 @@ def _calls_in(text: str) -> list[Any]:
 
 def _tool_calls(calls: Any, location: str) -> Any:
     """``calls`` with their arguments as objects, as vLLM gives them to the template: OpenAI's logs hold them as JSON
-    text, which a template would encode a second time. Raises MpuError for text that is not JSON."""
+    text, which a template would encode a second time."""
     try:
         calls = json.loads(calls) if isinstance(calls, str) else calls
         for call in calls if isinstance(calls, list) else []:

@@ -92,10 +92,7 @@ def suffix_of(path: Path) -> str:
 
 
 def files_at(path: Path) -> list[Path]:
-    """The file or pipe at ``path``, or the files that it is a pattern of; none if there are none.
-
-    Raises MpuError for a file of a pattern that does not hold records by its name.
-    """
+    """The file or pipe at ``path``, or the files that it is a pattern of; none if there are none."""
     if path.is_file() or path.is_fifo():
         return [path]
     if not has_magic(str(path)):
@@ -111,8 +108,7 @@ def files_at(path: Path) -> list[Path]:
 def files_of_folder(folder: Path, split: str | None = None) -> list[Path]:
     """The files of records in ``folder``, those that ``datasets.load_dataset`` would read of its ``split``.
 
-    Files of text alone are all read. Raises MpuError if the folder has several splits and none is named, if something
-    in it would not be read, or if there are no records.
+    Files of text alone are all read.
     """
     try:
         entries = sorted(folder.rglob("*"))
@@ -163,7 +159,7 @@ def _is_beside_the_data(file: Path, folder: Path) -> bool:
 
 
 def _splits_of(folder: Path, files: Sequence[Path]) -> dict[str, set[Path]]:
-    """The ``files`` in a folder that belong to each split, as datasets reads it. Raises MpuError if it cannot.
+    """The ``files`` in a folder that belong to each split, as datasets reads it.
 
     datasets sees links to these files, in a folder of ours, and of the README only which of them are of which split:
     it would read from whatever address stands there.
@@ -220,10 +216,7 @@ class _Card(Document):
 
 
 def _card_of(folder: Path) -> str | None:
-    """The lines about splits in the README in ``folder``, as a README of ours; None if it has none.
-
-    Raises MpuError for what is not YAML, or names files that are not in the folder.
-    """
+    """The lines about splits in the README in ``folder``, as a README of ours; None if it has none."""
     import yaml
 
     path = folder / CARD
@@ -251,7 +244,7 @@ def _card_of(folder: Path) -> str | None:
 
 
 def saved_dataset_rows(folder: Path, split: str | None) -> Rows:
-    """Rows of a folder that ``save_to_disk`` wrote. Raises MpuError if it has splits and none is named."""
+    """Rows of a folder that ``save_to_disk`` wrote."""
     import datasets
 
     if split is None and (folder / DATASET_DICT).is_file():
@@ -271,7 +264,7 @@ def file_rows(path: Path, split: str = "file", encoding: str | None = None) -> R
     """Rows of a file of records, each with its location; ``read_records`` lists the formats.
 
     ``split``: whether a file of plain text is one record, "file", or one for each of its "paragraphs"; ``encoding``: of
-    text, None for that of its byte order mark, and UTF-8 without one. Raises MpuError if the file cannot be read.
+    text, None for that of its byte order mark, and UTF-8 without one.
     """
     suffix = suffix_of(path)
     if suffix in OFFICE_FILES:
@@ -456,7 +449,7 @@ def _cell(text: str) -> str:
 
 def _delimiter(table: str, header: str, path: Path) -> str:
     """The one of DELIMITERS that gives the header most columns, of those by which the first rows have as many as the
-    header, if there are some. Raises MpuError if that is true of several."""
+    header, if there are some."""
     counts = {mark: _column_count(header, mark) for mark in DELIMITERS}
     fitting = [mark for mark, count in counts.items() if count > 1 and _has_columns(table, mark, count)]
     marks = fitting or DELIMITERS
@@ -569,7 +562,7 @@ def read_records(
 
 def parsed_rows(source: str | Path, reading: RecordFormat, observer: Observer = SILENT) -> list[tuple[Row, Record]]:
     """The rows of one ``source``, as ``read_records`` takes it, each with its place, its fields by our names, and the
-    record that it is. Raises MpuError as ``read_records`` does."""
+    record that it is."""
     columns = parse_columns(reading.columns)
     parsed: list[tuple[Row, Record]] = []
     skipped: list[str] = []
@@ -673,10 +666,7 @@ def report_rows(source: str, rows: Sequence[Row], read_fields: set[str], observe
 
 def benchmark_rows(corpus: Corpus, split: str, data_dir: Path | None, config: str | None = None) -> list[Row]:
     """The rows of one split of a benchmark, each with its place: ``DIR/SPLIT.json`` or, in a ``config``,
-    ``DIR/CONFIG/SPLIT.json``, JSON or JSON lines, or the same from the Hub.
-
-    Raises MpuError if the split does not exist, listing those that do.
-    """
+    ``DIR/CONFIG/SPLIT.json``, JSON or JSON lines, or the same from the Hub."""
     if data_dir and not data_dir.is_dir():
         raise MpuError(f"--reading data_dir={data_dir}: no such directory")
     if data_dir is None:

@@ -81,10 +81,7 @@ def decode(
     tokenizer: PreTrainedTokenizerBase, sequences: Sequence[Tokens], *, skip_special: bool = True, **options: Any
 ) -> list[str]:
     """The text of each sequence, by default without special tokens; ``options`` are those of the tokenizer's
-    ``decode``.
-
-    Raises MpuError if its decoder takes or makes too much.
-    """
+    ``decode``."""
     if sequences and (json := _backend_json(tokenizer)):
         problem = "the model's tokenizer cannot turn tokens into text"
         try:

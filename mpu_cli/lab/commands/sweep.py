@@ -214,7 +214,7 @@ class Sweep(Command):
 
 
 def _named_values(settings: Sequence[str], flag: str) -> dict[str, object]:
-    """Values by name from NAME=VALUE, values as in TOML, or text. Raises UsageError if there is no "="."""
+    """Values by name from NAME=VALUE, values as in TOML, or text."""
     from mpu_cli.toml import parse_value
 
     values = {}

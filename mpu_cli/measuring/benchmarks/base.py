@@ -21,7 +21,7 @@ Row = tuple[str, Any]  # its place (for messages) and its fields
 
 
 def question_and_answer(row: Row) -> Record:
-    """The record of a row with the fields question and answer. Raises MpuError, with the place, if it lacks one."""
+    """The record of a row with the fields question and answer."""
     return question(text_of(row, "question"), text_of(row, "answer"), row[0])
 
 
@@ -48,7 +48,7 @@ class Split:
 
     @cached_property
     def records(self) -> Sequence[Record]:
-        """The record of each row. Raises MpuError, with the place, for a row that has no question."""
+        """The record of each row."""
         return [self.record(row) for row in self.rows]
 
     @cached_property
@@ -87,7 +87,7 @@ class Benchmark:
 
 
 def text_of(row: Row, field: str) -> str:
-    """The text in ``field``. Raises MpuError, with the place, if there is none."""
+    """The text in ``field``."""
     location, values = row
     if not isinstance(values, dict) or not isinstance(values.get(field), str) or not values[field].strip():
         fields = ", ".join(map(str, values)) if isinstance(values, dict) else "none"
@@ -96,7 +96,7 @@ def text_of(row: Row, field: str) -> str:
 
 
 def texts_of(row: Row, field: str) -> list[str]:
-    """The texts in ``field``. Raises MpuError, with the place, if there are none."""
+    """The texts in ``field``."""
     location, values = row
     texts = values.get(field) if isinstance(values, dict) else None
     if isinstance(texts, str):  # a table's cell can hold a list as JSON only
