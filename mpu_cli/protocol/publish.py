@@ -165,7 +165,14 @@ def publish(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
         if keys_output:
             write_private(keys_output, target.seal(keys))
         elif plan.existing_keys:
-            _check_same_publication(plan, plan.existing_keys, keys)
+            if plan.existing_keys.base.fingerprint != keys.base.fingerprint:
+                raise MpuError(f"{plan.base.source}: is not the model whose copies {target.keys} belongs to")
+            if (plan.existing_keys.sigma, plan.existing_keys.shared_sigma) != (keys.sigma, keys.shared_sigma):
+                raise MpuError(
+                    f"{target.keys}: its noise has other scales, so the other copies were made with another "
+                    "pretrained model, or by an earlier version of mpu",
+                    "use the one that they were made with",
+                )
     if earlier_keys:
         observer.note(f"{target.keys}: the keys of the earlier publication are kept as {earlier_keys}")
     return Published(paths, plan.copies, target.keys, keys, reports)
@@ -220,7 +227,13 @@ def _write_copies(
             permanent_sigma=permanent_sigma,
         )
         reports = writing.all_blocks(layout.blocks)
-        _check_pretrained_differs(plan, reports)
+        scaled = publication.calibration is None and (publication.kappa or publication.shared_kappa)
+        if plan.pretrained and scaled and all(report.rms == 0 for report in reports if report.copies):
+            raise MpuError(
+                f"{plan.pretrained.source}: has the weights of {plan.base.source}, so there is nothing to scale noise "
+                "to",
+                "name the public model that yours was fine-tuned from with --public",
+            )
         fingerprint = scan.fingerprint()
     keys = Keys(
         publication=publication,
@@ -309,29 +322,6 @@ def _check_tokens(plan: PublishPlan) -> None:
     with private_scratch() as folder:
         write_small_files(plan.base, folder, plan.specs, plan.publication.dtype)
         check_same_tokens(plan.base, folder, quoted_list(lost))
-
-
-def _check_pretrained_differs(plan: PublishPlan, reports: Sequence[BlockReport]) -> None:
-    """Raise MpuError if the pretrained model is the base: noise scaled to what fine-tuning changed would be zero."""
-    publication = plan.publication
-    scaled = publication.calibration is None and (publication.kappa or publication.shared_kappa)
-    if plan.pretrained and scaled and all(report.rms == 0 for report in reports if report.copies):
-        raise MpuError(
-            f"{plan.pretrained.source}: has the weights of {plan.base.source}, so there is nothing to scale noise to",
-            "name the public model that yours was fine-tuned from with --public",
-        )
-
-
-def _check_same_publication(plan: PublishPlan, existing_keys: Keys, keys: Keys) -> None:
-    """Raise MpuError unless a copy that was made now, with ``keys``, belongs with those made before."""
-    if existing_keys.base.fingerprint != keys.base.fingerprint:
-        raise MpuError(f"{plan.base.source}: is not the model whose copies {plan.target.keys} belongs to")
-    if (existing_keys.sigma, existing_keys.shared_sigma) != (keys.sigma, keys.shared_sigma):
-        raise MpuError(
-            f"{plan.target.keys}: its noise has other scales, so the other copies were made with another pretrained "
-            "model, or by an earlier version of mpu",
-            "use the one that they were made with",
-        )
 
 
 def _check_alias(base: Model) -> None:
