@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 
 from mpu_cli.commands.publish import command_to_publish
 from mpu_cli.commands.secrets import opened_keys
+from mpu_cli.files.boundary import private_umask
 from mpu_cli.files.manifest import model_folder
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import BASE_AGAIN, FORCE, Command, Opening, Preview, Report, paths_from
@@ -106,7 +107,6 @@ class Aggregate(Command):
 
     def run(self, observer: Observer = SILENT) -> Aggregation | Combined:
         """One data owner's ``Aggregation``, or several ``Combined``; warnings go to ``observer``."""
-        from mpu_cli.files.boundary import private_umask
         from mpu_cli.protocol.combine import aggregate, aggregate_adapter, aggregate_owners
 
         with private_umask():  # no noise covers the result

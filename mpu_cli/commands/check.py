@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
+from mpu_cli.files.transaction import Transaction
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, IDENTITY, Command, Report, Table
 from mpu_cli.options.declare import Fold, as_arguments, declared_options, flat, from_flat, group, option
 from mpu_cli.options.evaluation import Checking, Scoring
 from mpu_cli.options.unlearning import Checks, Goal, Unlearning
 from mpu_cli.subprocesses import process_count
+from mpu_cli.version import __version__
 from mpu_cli.wording import command_line
 
 if TYPE_CHECKING:
@@ -89,7 +91,6 @@ class Check(Command):
     def run(self, observer: Observer = SILENT) -> Checked:
         """Measure the copy on the records, and judge; write the receipt, if there is one."""
         from mpu_cli.files.sealing import opened_copy
-        from mpu_cli.files.transaction import Transaction
         from mpu_cli.measuring.receipt import as_text, check_limits
         from mpu_cli.model.source import open_model
 
@@ -145,7 +146,6 @@ class Check(Command):
         from mpu_cli.measuring.verdict import judge, records_that_stand_out
         from mpu_cli.model.source import open_model
         from mpu_cli.training.ledger import own_client_secret
-        from mpu_cli.version import __version__
 
         options = self.checking
         manifest = read_copy_manifest(copy.folder, copy.checkpoint.metadata)

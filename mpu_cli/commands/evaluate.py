@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.errors import UsageError
+from mpu_cli.files.resumption import differences
+from mpu_cli.measuring.retain import RetainLog, read_retain_log
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, IDENTITY, Command, Report, Table
 from mpu_cli.options.declare import group, option
@@ -18,7 +20,6 @@ from mpu_cli.wording import few, names_in
 if TYPE_CHECKING:
     from mpu_cli.measuring.evaluate import Evaluation
     from mpu_cli.measuring.metrics import MetricResult
-    from mpu_cli.measuring.retain import RetainLog
 
 OUTPUT = "Output"
 ARROWS = {"up": "↑", "down": "↓", "zero": "→ 0", "retain": "→ retain"}
@@ -89,11 +90,9 @@ class Evaluate(Command):
 
     def run(self, observer: Observer = SILENT) -> Evaluation:
         """Measure the model, or the peft adapter in that folder on ``base`` or on the model that it names."""
-        from mpu_cli.files.resumption import differences
         from mpu_cli.files.sealing import opened_copy
         from mpu_cli.measuring.benchmarks import benchmark_of
         from mpu_cli.measuring.evaluate import choose, evaluate
-        from mpu_cli.measuring.retain import read_retain_log
         from mpu_cli.model.source import open_model
         from mpu_cli.model.staging import adapter_base, is_adapter
 

@@ -6,17 +6,19 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from mpu_cli.commands.secrets import opened_keys
+from mpu_cli.commands.status import facts_of_folder
 from mpu_cli.errors import MpuError
+from mpu_cli.files.boundary import AGE_HEADER, open_regular, read_json_object
+from mpu_cli.files.manifest import PLANNED, RESULTS, CopyManifest, DeltaManifest, ModelManifest, facts_of, manifest_of
+from mpu_cli.files.resumption import read_lines
+from mpu_cli.measuring.retain import LARGEST_RESULT
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import IDENTITY, PASSPHRASE_FILE, Command, Opening, Report
 from mpu_cli.options.declare import option
 from mpu_cli.wording import command_line, one_line
-
-if TYPE_CHECKING:
-    from mpu_cli.files.manifest import CopyManifest
 
 LONGEST_TEXT = 2000  # characters of a value
 
@@ -43,7 +45,6 @@ class Inspect(Command):
 
     def run(self, observer: Observer = SILENT) -> dict[str, Any]:  # noqa: ARG002 (as all commands have it)
         """The facts, by their names."""
-        from mpu_cli.files.boundary import AGE_HEADER, open_regular
         from mpu_cli.files.sealing import read_identities
 
         path = self.path
@@ -129,8 +130,6 @@ def _mode(path: Path) -> str:
 
 
 def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
-    from mpu_cli.files.boundary import read_json_object
-    from mpu_cli.files.manifest import CopyManifest, DeltaManifest, ModelManifest, facts_of, manifest_of
     from mpu_cli.files.reader import ADAPTER_CONFIG, open_checkpoint
 
     checkpoint = open_checkpoint(path, links=False)
@@ -176,9 +175,6 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
 
 def _document(path: Path, head: bytes) -> dict[str, Any] | None:
     """The facts about a JSON file of mpu's; None for anything else."""
-    from mpu_cli.files.boundary import read_json_object
-    from mpu_cli.measuring.retain import LARGEST_RESULT
-
     secrets = {
         "client.key": "client's secret, which training tags are keyed with",
         "server.key": "server's secret, with which keys are authenticated and from which permanent noise is drawn",
@@ -188,7 +184,6 @@ def _document(path: Path, head: bytes) -> dict[str, Any] | None:
     if not head.lstrip().startswith(b"{"):
         return None
     if path.suffix == ".jsonl":
-        from mpu_cli.files.resumption import read_lines
         from mpu_cli.protocol.register import read_register
         from mpu_cli.training.ledger import LOSSES_OF, read_ledger, summary
 
@@ -242,10 +237,6 @@ def _table(document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 def _folder(path: Path) -> dict[str, object] | None:
     """The facts about a directory that holds a run or a sweep, not a checkpoint; None for any other."""
-    from mpu_cli.commands.status import facts_of_folder
-    from mpu_cli.files.manifest import PLANNED, RESULTS
-    from mpu_cli.files.resumption import read_lines
-
     if not path.is_dir() or list(path.glob("*.index.json")):
         return None
     if (path / "run.json").is_file():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.commands.secrets import opened_keys
+from mpu_cli.files.transaction import Transaction
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import BASE_AGAIN, FORCE, KEYS, Command, Opening, Preview, Report, paths_from
 from mpu_cli.options.declare import group, option
@@ -57,7 +58,6 @@ class Invert(Command):
         """The paths of the inverted deltas."""
         import torch
 
-        from mpu_cli.files.transaction import Transaction
         from mpu_cli.protocol.deltas import InverseMaps, invert
         from mpu_cli.protocol.keys import published_base
         from mpu_cli.protocol.marks import PLANTED, fingerprints, noise_in

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, ClassVar
 from mpu_cli.commands.secrets import opened_keys, read_passphrase
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import keys_path, next_round, read_copy_manifest, read_model_manifest, round_folder
+from mpu_cli.files.transaction import Transaction
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, Command, Opening, Preview, Report
 from mpu_cli.options.declare import group, option
@@ -166,7 +167,6 @@ class Publish(Command):
         return plan_publish(model, public, publication, target, only=only, existing_keys=existing_keys)
 
     def preview(self, observer: Observer) -> Preview:
-        from mpu_cli.files.transaction import Transaction
         from mpu_cli.protocol.review import remarks_on_plan
         from mpu_cli.protocol.stream import BUFFERS
 

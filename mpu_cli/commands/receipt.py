@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.commands.secrets import opened_keys
 from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.boundary import as_entries
 from mpu_cli.files.manifest import read_copy_manifest
+from mpu_cli.files.resumption import write_atomically
+from mpu_cli.files.transaction import Transaction
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Opening, Report
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.unlearning import Goal, RecordFormat
+from mpu_cli.wording import command_line
 
 if TYPE_CHECKING:
     from mpu_cli.measuring.receipt import CopyFacts
@@ -83,7 +87,6 @@ class Receipt(Command):
 
     def run(self, observer: Observer = SILENT) -> Read:
         """Check the signatures, countersign, compare the records, as far as each is asked for."""
-        from mpu_cli.files.resumption import write_atomically
         from mpu_cli.measuring.receipt import as_text, check_signatures, commitment_to, public_key_of, read_receipt
         from mpu_cli.protocol.publication import server_secret
         from mpu_cli.protocol.updates import CheckedUpdate, write_update
@@ -132,7 +135,6 @@ class Receipt(Command):
         """``document`` with the server's signature."""
         import msgspec
 
-        from mpu_cli.files.transaction import Transaction
         from mpu_cli.measuring.receipt import ServerCheck, check_copy, check_origin, today, with_signature
         from mpu_cli.model.source import open_model
         from mpu_cli.protocol.deltas import check_base
@@ -190,8 +192,6 @@ class Receipt(Command):
             ) from error
 
     def report(self, read: Read, observer: Observer) -> Report:
-        from mpu_cli.files.boundary import as_entries
-
         _tell_measured(read.document, observer)
         _tell_signatures(read, observer)
         if self.keys:
@@ -220,7 +220,6 @@ def _longer_step(document: Document) -> str | None:
     from mpu_cli.files.reader import fingerprint, open_checkpoint
     from mpu_cli.measuring.receipt import verdict_of
     from mpu_cli.protocol.updates import last_update, read_updates, runs_in
-    from mpu_cli.wording import command_line
 
     step, updates = verdict_of(document).step, read_updates()
     update = last_update(updates, document.copy.run, document.copy.round - 1)

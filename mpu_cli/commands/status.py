@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mpu_cli.errors import MpuError
-from mpu_cli.files.manifest import CopyManifest, DeltaManifest, keys_path, round_folder
+from mpu_cli.files.boundary import AGE_HEADER, open_regular
+from mpu_cli.files.manifest import CopyManifest, DeltaManifest, keys_path, manifest_of, round_folder
 from mpu_cli.files.visible import visible
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
@@ -181,8 +182,6 @@ class Status(Command):
 def account_of(folder: Path) -> Account:
     """What mpu made of what lies in ``folder``, in its folders for rounds and deltas and, of what mpu made only, in
     others two levels down."""
-    from mpu_cli.files.boundary import AGE_HEADER, open_regular
-    from mpu_cli.files.manifest import manifest_of
     from mpu_cli.files.reader import open_checkpoint
 
     rounds: dict[tuple[str, int], Round] = {}

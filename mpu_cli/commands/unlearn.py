@@ -19,6 +19,7 @@ from mpu_cli.files.manifest import (
     read_copy_manifest,
     round_of_copy,
 )
+from mpu_cli.files.transaction import Transaction
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, IDENTITY, Command, Preview, Report, paths_from
 from mpu_cli.options.declare import group, option
@@ -94,7 +95,6 @@ class UnlearnPlan:
         With --resume, copies that have their delta are passed over.
         """
         from mpu_cli.files.sealing import opened_copy
-        from mpu_cli.files.transaction import Transaction
         from mpu_cli.measuring.generation import answers_before_and_after
         from mpu_cli.model.source import open_model
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.errors import MpuError
+from mpu_cli.files.manifest import read_copy_manifest
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
 from mpu_cli.options.declare import group, option
@@ -63,7 +64,6 @@ class Watch(Command):
 
     def run(self, observer: Observer = SILENT) -> bool:
         """Whether every copy that arrived has its delta; each is a result of its own."""
-        from mpu_cli.files.manifest import read_copy_manifest
         from mpu_cli.flower.spool import Spool, copy_name
         from mpu_cli.flower.watch import Watching
         from mpu_cli.training.data import read_dataset

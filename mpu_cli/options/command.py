@@ -1,7 +1,8 @@
 """A command: one dataclass of its options that checks them, does the work, and reports the result.
 
 The command line (``mpu_cli.cli.driver``), Python (``Publish.call(base, kappa=1)``) and the reference read the same
-class. Its module imports what it works with inside its methods, so that ``mpu --help`` loads no torch.
+class. Its module imports inside its methods what loads torch, transformers, numpy or pyrage, or reads records, and
+everything else at the top, so that ``mpu --help`` is fast.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.errors import UsageError
+from mpu_cli.lab.tables import SUFFIXES, markdown_table, write_tables
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, Command, Report, paths_from
 from mpu_cli.options.declare import option
@@ -54,7 +55,6 @@ class Compare(Command):
     force: bool = option(False, FORCE, in_files=False)
 
     def run(self, observer: Observer = SILENT) -> Comparison:
-        from mpu_cli.lab.tables import SUFFIXES, write_tables
         from mpu_cli.measuring.results import chosen_metrics, differences, main_metrics, read_results
 
         if self.out and self.out.suffix not in SUFFIXES:
@@ -84,8 +84,6 @@ class Compare(Command):
         return comparison
 
     def report(self, comparison: Comparison, observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)
-        from mpu_cli.lab.tables import markdown_table
-
         document = {
             label: {name: values[i] for name, values in comparison.values.items()}
             for i, label in enumerate(comparison.labels)

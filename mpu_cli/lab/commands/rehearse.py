@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.commands.secrets import opened_keys
+from mpu_cli.commands.unlearn import Unlearn, UnlearnPlan
 from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.boundary import private_umask
 from mpu_cli.files.manifest import read_copy_manifest
 from mpu_cli.lab.options.experiment import UNLEARN, USUAL
 from mpu_cli.observer import SILENT, Observer, PrefixedObserver
@@ -21,7 +23,6 @@ from mpu_cli.options.unlearning import Goal, Stopping, Unlearning
 from mpu_cli.wording import command_line, counted
 
 if TYPE_CHECKING:
-    from mpu_cli.commands.unlearn import UnlearnPlan
     from mpu_cli.model.source import Model
     from mpu_cli.protocol.keys import Keys
 
@@ -89,8 +90,6 @@ class Rehearse(Command):
 
     def run(self, observer: Observer = SILENT) -> Rehearsal:
         """The steps that were tried."""
-        from mpu_cli.commands.unlearn import Unlearn
-        from mpu_cli.files.boundary import private_umask
         from mpu_cli.model.source import open_model
         from mpu_cli.protocol.combine import aggregate, plan_aggregate
         from mpu_cli.protocol.deltas import owners_of

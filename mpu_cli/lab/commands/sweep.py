@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.resumption import write_atomically
+from mpu_cli.lab.tables import markdown_table
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
 from mpu_cli.options.declare import option
+from mpu_cli.toml import parse_value
 from mpu_cli.wording import counted, in_bytes, names_in
 
 if TYPE_CHECKING:
@@ -80,7 +83,6 @@ class Sweep(Command):
 
     def run(self, observer: Observer = SILENT) -> Swept | dict[str, Any]:
         """All results; of one ``cell``, which a process of its own plays, its line."""
-        from mpu_cli.files.resumption import write_atomically
         from mpu_cli.lab.report import LITERATURE, published_results
         from mpu_cli.lab.sweep import play, sweep, sweep_metric_names
         from mpu_cli.measuring.results import chosen_metrics
@@ -107,7 +109,6 @@ class Sweep(Command):
 
     def report(self, done: Swept | dict[str, Any], observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)
         from mpu_cli.lab.report import degradation, how_made, metric_names, pivot, sentences
-        from mpu_cli.lab.tables import markdown_table
         from mpu_cli.measuring.results import chosen_metrics, main_metrics
 
         if isinstance(done, dict):
@@ -215,8 +216,6 @@ class Sweep(Command):
 
 def _named_values(settings: Sequence[str], flag: str) -> dict[str, object]:
     """Values by name from NAME=VALUE, values as in TOML, or text."""
-    from mpu_cli.toml import parse_value
-
     values = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
