@@ -34,6 +34,7 @@ from mpu_cli.records.forms import digest_of_record
 from mpu_cli.records.knowledge import LEAST_KNOWN, Probabilities, error_of_share_left, share_kept, share_left, tail_of
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.ledger import RoundSchedule
+from mpu_cli.wording import counted
 
 Value = TypeVar("Value")
 
@@ -82,6 +83,8 @@ PLATEAU_EVALUATIONS = 5
 # Of what `check` lets be left, and of twice that for the end of the interval, which more would endanger.
 TARGET_SHARE = 0.8
 LEVEL_MARGIN = 1.0  # nats above the level, on average over records, from which the loss hardly pulls any more
+# Steps of a request of 20 to 40 records (docs/stopping.md).
+USUAL_STEPS, USUAL_STEPS_UNDER_NOISE = "100 to 180", "30 to 60"
 STEPS, PASSES = 180, 20  # where no limit is given: so many steps, or passes over the records to forget if they are more
 
 # A record that has reached the level goes on falling for some steps, by about one nat where the noise is small.
@@ -309,6 +312,13 @@ class EarlyStopping(TrainerCallback):
         else:
             self.level = scorer.level_at(noise)
         scorer.level = self.level
+
+    def expectation(self, limit: int) -> str:
+        """A sentence on the number of steps, of which there are at most ``limit``."""
+        if self._round_schedule:
+            return f"trains for the {counted(limit, 'step')} of the round's first copy"
+        usual = USUAL_STEPS if self.is_scaled else USUAL_STEPS_UNDER_NOISE
+        return f"trains until the records are forgotten: usually {usual} steps, at most {limit}"
 
     def on_step_end(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **values: Any) -> None:
         last = state.global_step >= state.max_steps

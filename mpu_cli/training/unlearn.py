@@ -254,6 +254,8 @@ class UnlearningTask:
                 self._add_earlier_change(self.start, self.start.delta, to_train)
             if early_stopping and checkpoints and steps_done:
                 early_stopping.resume(checkpoints.of_step(steps_done))
+            if early_stopping:
+                self.observer.note(early_stopping.expectation(len(steps)))
             self.observer.stage(f"unlearn {name_of_copy(self.copy.source)}", len(steps), "steps")
             self.observer.advance(steps_done)
             spent, trained = None, to_train
