@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -68,7 +68,7 @@ class KeyEntries(Document, forbid_unknown_fields=True):
     kappa: Scale
     symmetries: Word
     sigma: dict[str, Scale]
-    copy_ids: Annotated[list[Word], Meta(min_length=1, max_length=MOST_COPIES)]
+    copy_ids: Annotated[tuple[Word, ...], Meta(min_length=1, max_length=MOST_COPIES)]
     base: BaseIdentity
     reference: Text | None
     shared_kappa: Scale = 0.0
@@ -82,6 +82,12 @@ class KeyEntries(Document, forbid_unknown_fields=True):
     authenticator: Text | None = None
 
 
+# The entries that are fields of a publication, and of its keys, by the same name.
+OF_PUBLICATION = (
+    "run", "round", "seed_is_secret", "kappa", "symmetries", "shared_kappa", "calibration", "mark", "max_noise",
+    "dtype",
+)  # fmt: skip
+OF_KEYS = ("sigma", "copy_ids", "base", "reference", "shared_sigma", "recipients")
 FORMAT, VERSION = "mpu-keys", 10
 MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
 
@@ -129,28 +135,14 @@ def seal(
     """The key file's bytes, sealed for ``recipients`` and authenticated with ``secret``, or sealed with ``passphrase``,
     which authenticates them, too."""
     publication = keys.publication
-    table = {
+    table: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
-        "run": publication.run,
-        "round": publication.round,
         "seed": publication.seed.hex(),
-        "seed_is_secret": publication.seed_is_secret,
-        "noise": {"kind": publication.scheme.kind, "factors": publication.scheme.factors},
-        "kappa": publication.kappa,
-        "symmetries": publication.symmetries,
-        "sigma": keys.sigma,
-        "copy_ids": keys.copy_ids,
-        "base": asdict(keys.base),
-        "reference": keys.reference,
-        "shared_kappa": publication.shared_kappa,
-        "shared_sigma": keys.shared_sigma,
-        "calibration": asdict(publication.calibration) if publication.calibration else None,
         "permanent_seed": publication.permanent_seed.hex() if publication.permanent_seed else None,
-        "mark": publication.mark,
-        "max_noise": publication.max_noise,
-        "dtype": publication.dtype,
-        "recipients": keys.recipients,
+        "noise": {"kind": publication.scheme.kind, "factors": publication.scheme.factors},
+        **{name: msgspec.to_builtins(getattr(publication, name)) for name in OF_PUBLICATION},
+        **{name: msgspec.to_builtins(getattr(keys, name)) for name in OF_KEYS},
     }
     if secret is not None and passphrase is None:
         table["authenticator"] = _authenticator(table, secret)
@@ -297,25 +289,13 @@ def _parse(document: bytes, path: Path, secret: bytes | None, *, authentic: bool
     try:
         publication = Publication(
             seed=bytes.fromhex(entries.seed),
-            seed_is_secret=entries.seed_is_secret,
-            scheme=SCHEMES[entries.noise.kind].from_factors(entries.noise.factors),
-            kappa=entries.kappa,
-            shared_kappa=entries.shared_kappa,
-            calibration=entries.calibration,
-            symmetries=entries.symmetries,
-            run=entries.run,
-            round=entries.round,
             permanent_seed=bytes.fromhex(entries.permanent_seed) if entries.permanent_seed else None,
-            mark=entries.mark,
-            max_noise=entries.max_noise,
-            dtype=entries.dtype,
+            scheme=SCHEMES[entries.noise.kind].from_factors(entries.noise.factors),
+            **{name: getattr(entries, name) for name in OF_PUBLICATION},
         )
     except UsageError as error:
         raise MpuError(damaged, hint) from error
-    return Keys(
-        publication, entries.sigma, tuple(entries.copy_ids), base=entries.base, reference=entries.reference,
-        shared_sigma=entries.shared_sigma, authentic=authentic, recipients=entries.recipients,
-    )  # fmt: skip
+    return Keys(publication, authentic=authentic, **{name: getattr(entries, name) for name in OF_KEYS})
 
 
 def published_base(keys: Keys, source: str | None) -> Model:
