@@ -221,7 +221,7 @@ def play(
     def aggregate(step: float) -> float:
         return mpu_cli.aggregate(
             scratch / "deltas", keys=scratch / "keys.bin", base=target, out=scratch / "after", force=True,
-            dtype="float32", server_lr=step,
+            dtype="float32", step=step,
         ).error.relative  # fmt: skip
 
     estimate = aggregate(1.0)

@@ -98,7 +98,7 @@ def test_one_lossy_copy_unlearns_as_well_as_the_model(mpu: Callable, real: Real,
     records = ("--forget", real.forget, "--retain", real.retain)
     measured = ("--benchmark", "qa", *records, "--metrics", "forget_Q_A_Prob,retain_Q_A_Prob", "--json")
     knows = {}
-    auto = ("--server-lr", "auto", "--probe", real.retain, "--max-rise", 0.1)
+    auto = ("--step", "auto", "--probe", real.retain, "--max-rise", 0.1)
     for name, noise, step in (("clean", ("--kappa", 0, "--permanent-noise", 0), ()), ("lossy", (), auto)):
         root = tmp_path / name
         root.mkdir()

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from mpu_cli.protocol.combine import AggregatePlan, Aggregation, Combined
     from mpu_cli.protocol.keys import Keys
     from mpu_cli.protocol.noise import ErrorEstimate
-    from mpu_cli.protocol.step import ServerStep
+    from mpu_cli.protocol.step import ProbedStep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +68,8 @@ class Aggregate(Command):
         paths = paths_from(self.deltas)
         publications = [opened_keys(file, self.opening, observer) for file in self._key_files]
         options = self.aggregating
-        if options.server_lr == RESTORE and len(publications) == 1 and not options.probe:
-            options = replace(options, server_lr=self._rehearsed(publications[0], observer))
+        if options.step == RESTORE and len(publications) == 1 and not options.probe:
+            options = replace(options, step=self._rehearsed(publications[0], observer))
         return plan_aggregate(
             published_base(publications[0], self.base),
             owners_of(paths, publications),
@@ -87,7 +87,7 @@ class Aggregate(Command):
         step = rehearsed_step(read_updates(), keys.run, keys.round, keys.base.fingerprint)
         if step is None:
             return RESTORE
-        observer.note(f"the step {step:g} is that of your rehearsal; --server-lr names another")
+        observer.note(f"the step {step:g} is that of your rehearsal; --step names another")
         return step
 
     def preview(self, observer: Observer) -> Preview:
@@ -158,8 +158,8 @@ class Aggregate(Command):
         """One owner's update."""
         keys = result.keys
         _tell_deltas("Deltas of this round", result, observer)
-        self._tell_step(result.step, result.rate, observer)
-        if result.step is None and result.rate == 1 and keys.publication.permanent:
+        self._tell_step(result.probed, result.rate, observer)
+        if result.probed is None and result.rate == 1 and keys.publication.permanent:
             observer.note(
                 "how much of what a noisy copy forgets comes over depends on the model: `mpu rehearse` finds the step "
                 "with records of your own, which aggregate then takes"
@@ -176,8 +176,8 @@ class Aggregate(Command):
             "warnings": result.warnings(),
             "trained_differently": result.owner.trained_differently,
             "lost_to_rounding": result.rounding,
-            "step": asdict(result.step) if result.step else None,
-            "server_lr": result.rate,
+            "step": result.rate,
+            "probed": asdict(result.probed) if result.probed else None,
             "outliers": outliers,
         }
         return Report([result.path], document)
@@ -194,10 +194,10 @@ class Aggregate(Command):
             for j in range(i):
                 cosine = float(result.cosines[i, j])
                 observer.note(f"cosine between the updates of {files[j]} and {file}: {cosine:.3f}")
-        if self.aggregating.server_lr == RESTORE and result.step is None:
+        if self.aggregating.step == RESTORE and result.probed is None:
             observer.note("applied with a step for each owner")
         else:
-            self._tell_step(result.step, result.updates[0].rate, observer)
+            self._tell_step(result.probed, result.updates[0].rate, observer)
         observer.note("to leave an owner out, leave out its keys and deltas")
         document = {
             "model": result.path,
@@ -205,16 +205,16 @@ class Aggregate(Command):
             "cosines": result.cosines.tolist(),
             "warnings": result.warnings(),
             "lost_to_rounding": result.rounding,
-            "step": asdict(result.step) if result.step else None,
+            "probed": asdict(result.probed) if result.probed else None,
         }
         return Report([result.path], document)
 
-    def _tell_step(self, step: ServerStep | None, rate: float, observer: Observer) -> None:
+    def _tell_step(self, step: ProbedStep | None, rate: float, observer: Observer) -> None:
         """The step, ``rate`` times the update, and the cost of other steps if some were tried."""
         from mpu_cli.protocol.step import MAX_STEP
 
         if step is None:
-            restored = self.aggregating.server_lr == RESTORE and rate != 1
+            restored = self.aggregating.step == RESTORE and rate != 1
             why = ", which restores what the average lost of each copy's change" if restored else ""
             observer.note(f"applied with a step of {rate:g}{why}")
             return

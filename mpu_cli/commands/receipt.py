@@ -232,7 +232,7 @@ def _longer_step(document: Document) -> str | None:
     if deltas != update.fingerprints:
         return None
     return command_line(
-        "mpu", "aggregate", *map(Path, update.deltas), "--keys", Path(update.keys), "--server-lr",
+        "mpu", "aggregate", *map(Path, update.deltas), "--keys", Path(update.keys), "--step",
         f"{step * update.rate:.3g}", "--out", Path(update.model), "--force",
     )  # fmt: skip
 

@@ -239,9 +239,9 @@ class Outcome:
 def run(experiment: Experiment, data: Dataset, folder: Path, observer: Observer = SILENT) -> Outcome:
     """Play the rounds in ``folder``, or resume them if they were interrupted there."""
     check_options(experiment.unlearning)
-    experiment.server_rate.check_step()
-    if experiment.server_rate.probe:
-        read_records(experiment.server_rate.probe)  # before the work
+    experiment.step_options.check_step()
+    if experiment.step_options.probe:
+        read_records(experiment.step_options.probe)  # before the work
     for warning in data.warnings(experiment.unlearning.privacy):
         observer.warn(warning)
     played = with_merged_rounds(with_one_rate(experiment, data))
@@ -418,14 +418,14 @@ class _Round:
             source = str(self.client / "copy_1")
             keys = replace(keys, base=identity_of(open_model(source)))
         started = time.monotonic()
-        options = from_flat(Aggregating, flat(self.experiment.server_rate) | flat(self.experiment.stored))
+        options = from_flat(Aggregating, flat(self.experiment.step_options) | flat(self.experiment.stored))
         owner = Owner(keys, open_deltas([self.server / "deltas"], keys))
         out = self.server / "model"
         # An experiment measures what a round is worth, however little: ``trust_deltas``.
         plan = plan_aggregate(open_model(source), [owner], options, out=out, trust_deltas=True, force=True)
         result = aggregate(plan, observer=self.observer)
         estimate = None if math.isnan(result.error.relative) else result.error.relative
-        chosen = {"server_lr": result.step.chosen} if result.step else {}
+        chosen = {"rate": result.rate} if result.probed else {}
         self.rounds.add_to_log(
             "aggregate", round=self.number, norms=result.norms, cosines=result.cosines,
             smallest_pairwise_cosine=result.pairwise, norm=result.norm, lost_to_rounding=result.rounding,

@@ -427,7 +427,7 @@ def _check(cell: Cell) -> None:
     """Raise UsageError for options that do not go together."""
     check_options(cell.experiment.unlearning)
     publication_in(cell.experiment, seed=bytes(32))
-    cell.experiment.server_rate.check_step()
+    cell.experiment.step_options.check_step()
 
 
 def preview(cells: Sequence[Cell]) -> list[str]:

@@ -52,7 +52,7 @@ def run_until_pass(
     if experiment.loss_reference != "original":
         raise UsageError("--loss-reference: needs a fixed number of epochs", "add --epochs, or leave it out")
     experiment = replace(experiment, rounds=experiment.rounds or MOST_ROUNDS)
-    experiment.server_rate.check_step()
+    experiment.step_options.check_step()
     facts = facts_of(experiment, read_dataset(experiment.unlearning))
     begin(folder, {**facts, "until": {**asdict(goal), **asdict(stopping)}})
     with alone_in(folder, "run", "--out"):
@@ -124,7 +124,7 @@ class _Rounds:
             keys=[self._server(number) / "keys.bin"],
             base=str(base),
             out=model,
-            aggregating=Aggregating(**vars(self.experiment.server_rate), **vars(self.experiment.stored)),
+            aggregating=Aggregating(**vars(self.experiment.step_options), **vars(self.experiment.stored)),
         )
         aggregate.run(observer)
         return model

@@ -162,7 +162,7 @@ class Verdict:
         if self.step is not None:
             return (
                 f"the server multiplies the step that `mpu aggregate` printed by {self.step:g}, gives that as "
-                "--server-lr, and publishes the model that it gets for another check"
+                "--step, and publishes the model that it gets for another check"
             )
         if self.is_forgotten is None and self.left is not None:
             return "check with --unseen records or with --public: without, what a stranger would guess counts as left"

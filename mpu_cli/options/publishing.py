@@ -14,8 +14,8 @@ DP = Fold("dp", "Noise calibrated to (ε, δ) differential privacy of the weight
 
 NoiseKind = Literal["extrapolate", "zero-sum"]
 StoredDtype = Literal["float64", "float32", "float16", "bfloat16"]
-AUTO: Literal["auto"] = "auto"  # of --server-lr
-RESTORE: Literal["restore"] = "restore"  # of --server-lr
+AUTO: Literal["auto"] = "auto"  # of --step
+RESTORE: Literal["restore"] = "restore"  # of --step
 KAPPA = 0.01  # the paper's
 # What `publish` chooses where the public model is named and no scale is: docs/protection.md shows what it hides and
 # costs. Both are in units of what fine-tuning changed (the RMS of a block's task vector).
@@ -147,10 +147,10 @@ class Stored(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServerRate(Options):
+class StepOptions(Options):
     """The share of the aggregated update that becomes part of the next model."""
 
-    server_lr: float | Literal["auto", "restore"] = option(
+    step: float | Literal["auto", "restore"] = option(
         RESTORE,
         "How much of the update to add. restore: 1 for one copy; for several that were each trained until they had "
         "forgotten, up to 1.5, so that the average is as long as each change was; less if the records of --probe "
@@ -159,7 +159,7 @@ class ServerRate(Options):
     )
     probe: Path | None = option(
         None,
-        "Records of your own that the model is to keep: the step is shortened, or if --server-lr names it the round "
+        "Records of your own that the model is to keep: the step is shortened, or if --step names it the round "
         "refused, where their loss would rise by more than --max-rise.",
         metavar="FILE",
     )
@@ -168,17 +168,17 @@ class ServerRate(Options):
     @property
     def rate(self) -> float:
         """The step, once it is a number."""
-        return float(self.server_lr)
+        return float(self.step)
 
     def check_step(self) -> None:
         """Raise UsageError for a step or a bound that depends on records, without records."""
-        if self.probe is None and (self.server_lr == AUTO or self.max_rise != ServerRate.max_rise):
-            option = "--server-lr auto" if self.server_lr == AUTO else "--max-rise"
+        if self.probe is None and (self.step == AUTO or self.max_rise != StepOptions.max_rise):
+            option = "--step auto" if self.step == AUTO else "--max-rise"
             raise UsageError(f"{option}: needs records of your own that the model is to keep", "add --probe FILE")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Aggregating(ServerRate, Stored):
+class Aggregating(StepOptions, Stored):
     """The options of ``mpu aggregate`` besides the files."""
 
     max_norm: float | None = option(

@@ -51,7 +51,7 @@ from mpu_cli.protocol.deltas import (
 from mpu_cli.protocol.keys import Keys
 from mpu_cli.protocol.marks import PLANTED, Fingerprints, Planted, Products, fingerprints, noise_in
 from mpu_cli.protocol.noise import ErrorEstimate, error_estimate
-from mpu_cli.protocol.step import ServerStep, default_step, measure_written, settle_server_lr
+from mpu_cli.protocol.step import ProbedStep, default_step, measure_written, settle_step
 from mpu_cli.version import __version__
 
 # The plan of an aggregation: it reads headers only, and is made after every check that needs no numbers.
@@ -165,7 +165,7 @@ class Aggregation:
     error: ErrorEstimate  # the distance of Δ̄ from the clean update
     # tensors of which one copy's change is far larger than the others', with the copy and by what factor
     outliers: tuple[tuple[str, int, float], ...] = ()
-    step: ServerStep | None = None  # how the step was chosen, if it was
+    probed: ProbedStep | None = None  # the steps that were tried on --probe, if there was one
     planted: float = 0.0  # the largest z of noise of copies that was in the update and is taken out
     planted_from: str = ""  # the publication of that noise
     rate: float = 1.0  # how many times Δ̄ was applied
@@ -225,7 +225,7 @@ class Aggregation:
 
 def agreement_of(owner: Owner, path: Path, gram: torch.Tensor) -> Aggregation:
     """The agreement of an owner's copies, from the inner products of their undone deltas, float64 (m, m). The caller
-    fills in what depends on the model that is written: ``rounding``, ``outliers``, ``step``, ``planted``, ``rate``."""
+    fills in what depends on the written model: ``rounding``, ``outliers``, ``probed``, ``planted``, ``rate``."""
     scheme = owner.keys.publication.scheme
     weights = scheme.weights
     norms = gram.diagonal().sqrt()
@@ -282,13 +282,13 @@ def card(base: Model, result: Aggregation, kind: str) -> str:
     lines += ["", "| | |", "|---|---|"]
     lines += [f"| {name} | {value} |" for name, value in rows.items()]
     lines.append("")
-    if result.step:
+    if result.probed:
         lines.append(
             "The step was chosen for the loss on records of the server's to rise by at most "
-            f"{result.step.max_rise:g} nats per answer token:"
+            f"{result.probed.max_rise:g} nats per answer token:"
         )
         lines += ["", "| step | loss |", "|---|---|"]
-        lines += [f"| {tried:g} | {loss:.4f} |" for tried, loss in result.step.curve]
+        lines += [f"| {tried:g} | {loss:.4f} |" for tried, loss in result.probed.curve]
         lines.append("")
     if warnings := result.warnings():
         lines += ["Warnings of `mpu aggregate`:", "", *(f"- {text}" for text in warnings), ""]
@@ -329,7 +329,7 @@ class Combined:
     cosines: torch.Tensor
     rounding: float
     planted: Planted
-    step: ServerStep | None = None
+    probed: ProbedStep | None = None
 
     def warnings(self) -> list[str]:
         """The probable faults of each owner's update, and of their sum, a sentence each."""
@@ -364,7 +364,7 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
     with Transaction(force=plan.force) as transaction:
         folder = transaction.add(plan.out, directory=True)
         steps = [1.0] * len(owners)
-        if options.server_lr == RESTORE:  # each owner's average restores what it lost of that owner's changes
+        if options.step == RESTORE:  # each owner's average restores what it lost of that owner's changes
             steps = [default_step(plan.base, owner.deltas, w) for owner, w in zip(owners, plan.weights, strict=True)]
         weights = torch.cat([w * step for w, step in zip(plan.weights, steps, strict=True)])
 
@@ -391,7 +391,7 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
                 written = replace(cleaned, planted=written.planted)
             return written
 
-        options, server_step = settle_server_lr(plan.base, options, write, plan.out, observer)
+        options, server_step = settle_step(plan.base, options, write, plan.out, observer)
         written = write(folder, options)
         if server_step and plan.options.probe:
             server_step = measure_written(open_model(str(folder)), server_step, plan.options.probe)
@@ -414,7 +414,7 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
                 planted=written.planted.z if len(owners) == 1 else 0.0,
                 planted_from=written.planted.publication,
                 outliers=written.outliers if len(owners) == 1 else (),
-                step=server_step,
+                probed=server_step,
                 rate=steps[i] * options.rate,
             )
             update.check(plan.trust_deltas)
@@ -559,7 +559,7 @@ def add_up(
         stored = (clean + update).to(target.dtype)
         if not all_finite(stored):
             raise MpuError(
-                f"{tensor.name!r}: overflows its dtype after the update", "lower --server-lr or choose a wider --dtype"
+                f"{tensor.name!r}: overflows its dtype after the update", "lower --step or choose a wider --dtype"
             )
         target[start:stop] = stored
         if not measured:
@@ -585,7 +585,7 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
     deltas, keys = owner.deltas, owner.keys
     check_base(base, keys)
     inverse_maps = InverseMaps(deltas, layout)
-    rate = default_step(base, deltas, weights) if options.server_lr == RESTORE else options.rate
+    rate = default_step(base, deltas, weights) if options.step == RESTORE else options.rate
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
     tensors: dict[str, torch.Tensor] = {}
     outliers: list[tuple[str, int, float]] = []

@@ -255,7 +255,7 @@ def check_norms(gram: torch.Tensor, deltas: Sequence[Delta], max_norm: float | N
             raise MpuError(
                 f"the update's norm is {norm:.4g}, above --max-norm {max_norm:g}, "
                 "so nothing from this round was applied",
-                "its deltas may disagree: see `mpu aggregate` without --max-norm, or lower --server-lr",
+                "its deltas may disagree: see `mpu aggregate` without --max-norm, or lower --step",
             )
 
 

@@ -32,7 +32,7 @@ MOST_RESTORED = 1.5  # times the average; if changes agree less, a longer step i
 
 
 def default_step(base: Model, deltas: Sequence[Delta], weights: torch.Tensor) -> float:
-    """The step for ū = Σ_k w_k·u_k under --server-lr restore: 1 or, if each copy was trained until it had forgotten,
+    """The step for ū = Σ_k w_k·u_k under --step restore: 1 or, if each copy was trained until it had forgotten,
     the one that makes it as long as the changes u_k, √(mean‖u_k‖² / ‖ū‖²), in hundredths, 1 to MOST_RESTORED.
 
     Averaging removes what noise, or the course of each training, added to each change, and with it some of what made
@@ -65,7 +65,7 @@ BISECTIONS = 5  # halvings of the interval in which the step lies, once it is kn
 
 
 @dataclass(frozen=True)
-class ServerStep:
+class ProbedStep:
     """The step that was chosen, and the loss per answer token on --probe, in nats, at each that was tried (0: of the
     base)."""
 
@@ -83,34 +83,34 @@ class ServerStep:
         return self.losses[self.chosen] - self.losses[0.0]
 
 
-def settle_server_lr(
+def settle_step(
     base: Model,
     options: Aggregating,
     write: Callable[[Path, Aggregating], object],
     beside: Path,
     observer: Observer = SILENT,
-) -> tuple[Aggregating, ServerStep | None]:
-    """``options`` with a number for ``server_lr``, and how it was found if there are records to look at.
+) -> tuple[Aggregating, ProbedStep | None]:
+    """``options`` with a number for ``step``, and how it was found if there are records to look at.
 
     ``write`` writes the model with the update times what the options say into a folder, which is made beside
     ``beside``. Raises MpuError if the step that was named, or already the smallest, costs too much.
     """
     if options.probe is None:
-        return replace(options, server_lr=1.0 if options.server_lr == RESTORE else options.server_lr), None
+        return replace(options, step=1.0 if options.step == RESTORE else options.step), None
     read_records(options.probe)  # before the work
     with Transaction() as transaction:
         folder = transaction.scratch(beside.absolute().parent)
         # One whole update in float32, to go along; --max-norm is for what is written in the end.
-        write(folder, replace(options, server_lr=1.0, probe=None, dtype="float32", max_norm=None))
+        write(folder, replace(options, step=1.0, probe=None, dtype="float32", max_norm=None))
         step = choose_step(base, open_model(str(folder)), options, observer)
-    return replace(options, server_lr=step.chosen, probe=None), step
+    return replace(options, step=step.chosen, probe=None), step
 
 
-def choose_step(base: Model, updated: Model, options: Aggregating, observer: Observer = SILENT) -> ServerStep:
+def choose_step(base: Model, updated: Model, options: Aggregating, observer: Observer = SILENT) -> ProbedStep:
     """The largest step from ``base`` through ``updated``, which is step 1, at which the loss on --probe has risen by
-    at most --max-rise: at most the one that --server-lr names, 1 under restore, and MAX_STEP under auto.
+    at most --max-rise: at most the one that --step names, 1 under restore, and MAX_STEP under auto.
 
-    Holds one model in float32. Raises MpuError if none is found, or if a step that --server-lr names costs more.
+    Holds one model in float32. Raises MpuError if none is found, or if a step that --step names costs more.
     """
     from mpu_cli.model.load import load
     from mpu_cli.model.network import read_answers  # with transformers, which aggregate does not need otherwise
@@ -129,12 +129,12 @@ def choose_step(base: Model, updated: Model, options: Aggregating, observer: Obs
         observer.advance(1)
         return not losses[step] - losses[0.0] <= max_rise  # NaN too
 
-    named = options.server_lr if isinstance(options.server_lr, float) else None
+    named = options.step if isinstance(options.step, float) else None
     least, most = 0.0, 1.0 if named is None else named
     while not costs_too_much(most):
         least, most = most, 2 * most
-        if options.server_lr != AUTO or least >= MAX_STEP:
-            return ServerStep(least, max_rise, losses)
+        if options.step != AUTO or least >= MAX_STEP:
+            return ProbedStep(least, max_rise, losses)
     for _ in range(BISECTIONS):
         middle = (least + most) / 2
         if costs_too_much(middle):
@@ -149,14 +149,14 @@ def choose_step(base: Model, updated: Model, options: Aggregating, observer: Obs
         )
     if named is not None:
         raise MpuError(
-            f"--server-lr {named:g}: raises the loss on {probe} by {losses[named] - losses[0.0]:.3g}, and --max-rise "
+            f"--step {named:g}: raises the loss on {probe} by {losses[named] - losses[0.0]:.3g}, and --max-rise "
             f"allows {max_rise:g}",
-            f"--server-lr {least:g} stays within it",
+            f"--step {least:g} stays within it",
         )
-    return ServerStep(least, max_rise, losses)
+    return ProbedStep(least, max_rise, losses)
 
 
-def measure_written(written: Model, step: ServerStep, probe: Path) -> ServerStep:
+def measure_written(written: Model, step: ProbedStep, probe: Path) -> ProbedStep:
     """``step`` with the loss of the model that was ``written`` at it, in place of the one that was predicted.
 
     Raises MpuError if that has risen by more than was allowed. Whoever knows the arithmetic can choose changes near the
@@ -171,7 +171,7 @@ def measure_written(written: Model, step: ServerStep, probe: Path) -> ServerStep
         raise MpuError(
             f"the loss on {probe} rises by {measured.rise:.3g} once the model is stored, and --max-rise allows "
             f"{step.max_rise:g}",
-            "use --dtype float32, lower --server-lr, or ask the client for another delta",
+            "use --dtype float32, lower --step, or ask the client for another delta",
         )
     return measured
 

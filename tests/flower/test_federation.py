@@ -648,7 +648,7 @@ def test_an_owner_whose_deltas_are_refused_alone(root: Path, on_missing: str) ->
 def test_what_aggregation_warns_of_is_told(root: Path, play: Callable) -> None:
     """In the log, in the state, and in the run's last line; and replies that come late are used or taken away."""
     grid = InProcess(spools(root, "a"), lost=3)
-    said = play(grid, "a", publish="--copies 2 --kappa 0.05", aggregate="--server-lr 1e-9", patience=0.2)
+    said = play(grid, "a", publish="--copies 2 --kappa 0.05", aggregate="--step 1e-9", patience=0.2)
     assert (root / "state/round_1/warnings.txt").read_text().strip()
     warning = (root / "state/round_1/warnings.txt").read_text().splitlines()[0]
     assert f"warning: {warning}" in said

@@ -242,7 +242,7 @@ class TestRun:
 
     @pytest.mark.slow
     def test_what_is_wrong_is_known_before_anything_is_made(self, mpu: Callable, root: Path) -> None:
-        for wrong in (("--epochs", 0), ("--aggregate", "server_lr=nan"), ("--secret-seed", -1), ("--kappa", -1)):
+        for wrong in (("--epochs", 0), ("--aggregate", "step=nan"), ("--secret-seed", -1), ("--kappa", -1)):
             refused = mpu(
                 "run", "base", *for_run(TRAINING), "--rounds", 1, *wrong, "--out", "out", cwd=root, check=False
             )
@@ -607,7 +607,7 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
             ('base = "base"\n[cases]\nlr = 1e-4', "[[cases]]"),
             ('base = "base"\neval = 3', "[eval]"),
             ('base = "base"\nkappa = []', "needs a value"),
-            ('base = "base"\nserver_lr = "auto"', "add --probe FILE"),
+            ('base = "base"\nstep = "auto"', "add --probe FILE"),
             ('base = "base"\n[eval]\nbenchmark = "nope"', "must be one of muse, qa, tofu, wmdp"),
         ],
     )

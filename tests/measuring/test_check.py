@@ -194,7 +194,7 @@ def test_the_verdict_follows_from_the_shares(left: float | None, kept: float, se
     wide = Verdict(Share(0.05, 0.0, 0.11), Share(kept, kept, kept), None, 0.05, 0.95, {})
     assert "too few records" in wide.sentence
     if verdict.request and left and left > 0.05:
-        assert "--server-lr" not in verdict.request
+        assert "--step" not in verdict.request
 
 
 def test_what_a_stranger_may_guess_is_not_decided() -> None:

@@ -125,7 +125,7 @@ def test_a_step_does_what_the_rehearsal_says(mpu: Callable, tmp_path: Path, demo
         if row["step"] not in (0.7, 1.4):
             continue
         out = tmp_path / f"at_{row['step']}"
-        mpu("aggregate", "deltas", "--keys", "keys.bin", "--server-lr", row["step"], "--out", out, "--dtype", "float32",
+        mpu("aggregate", "deltas", "--keys", "keys.bin", "--step", row["step"], "--out", out, "--dtype", "float32",
             cwd=tmp_path)  # fmt: skip
         now = {path: probabilities(out, path) for path in known}
         left = (now[demo.forget] - now[unseen]) / (known[demo.forget] - known[unseen])

@@ -130,9 +130,9 @@ class TestTheStep:
         for i, bound in enumerate((0.02, 0.2)):
             step_report = mpu(
                 "aggregate", returned_delta / "deltas", "--keys", returned_delta / "keys.bin", "--dtype", "float32",
-                "--server-lr", "auto", "--probe", demo.retain, "--max-rise", bound, "--out",
+                "--step", "auto", "--probe", demo.retain, "--max-rise", bound, "--out",
                 returned_delta / f"auto_{i}", "--json",
-            ).json["step"]  # fmt: skip
+            ).json["probed"]  # fmt: skip
             losses = {float(step): loss for step, loss in step_report["losses"].items()}
             chosen = step_report["chosen"]
             assert losses[chosen] - losses[0.0] <= bound
@@ -152,15 +152,15 @@ class TestTheStep:
         arguments = ["aggregate", returned_delta / "deltas", "--keys", returned_delta / "keys.bin", "--json", "--force",
                      "--out", returned_delta / "model", "--probe", demo.retain]  # fmt: skip
         lavish = mpu(*arguments, "--max-rise", 100).json
-        assert lavish["server_lr"] == lavish["step"]["chosen"] == 1
-        rise = lavish["step"]["losses"]["1.0"] - lavish["step"]["losses"]["0.0"]
+        assert lavish["step"] == lavish["probed"]["chosen"] == 1
+        rise = lavish["probed"]["losses"]["1.0"] - lavish["probed"]["losses"]["0.0"]
         within = mpu(*arguments, "--max-rise", rise / 3).json
-        assert 0 < within["server_lr"] < 1
+        assert 0 < within["step"] < 1
         before = (returned_delta / "model/model.safetensors").read_bytes()
-        refused = mpu(*arguments, "--max-rise", rise / 3, "--server-lr", 1, refused="and --max-rise allows", status=1)
-        named = re.search(r"--server-lr ([\d.]+) stays within it", refused.err)[1]
+        refused = mpu(*arguments, "--max-rise", rise / 3, "--step", 1, refused="and --max-rise allows", status=1)
+        named = re.search(r"--step ([\d.]+) stays within it", refused.err)[1]
         assert (returned_delta / "model/model.safetensors").read_bytes() == before
-        assert mpu(*arguments, "--max-rise", rise / 3, "--server-lr", named).json["server_lr"] == float(named)
+        assert mpu(*arguments, "--max-rise", rise / 3, "--step", named).json["step"] == float(named)
         mpu(*arguments[:-2], "--max-rise", rise / 3, refused="add --probe FILE", status=2)
 
     @pytest.mark.parametrize(("excess", "dtype"), [(0.03, torch.float32), (1e-12, torch.float64)])
@@ -201,10 +201,10 @@ class TestTheStep:
             assert "--max-rise allows" in outcome.err
             assert not (tmp_path / "unlearned").exists()
         else:
-            step = outcome.json["step"]
+            probed = outcome.json["probed"]
             written = loss_of(tmp_path / "unlearned")
             assert written - loss_of(base) <= bound
-            assert written == pytest.approx(step["losses"][str(step["chosen"])], abs=1e-6)
+            assert written == pytest.approx(probed["losses"][str(probed["chosen"])], abs=1e-6)
 
     def test_changes_whose_squares_overflow_together(self, mpu: Callable, publication: Path) -> None:
         """Each has a norm, and the step that follows from them is the usual one."""
@@ -222,7 +222,7 @@ class TestTheStep:
             write_delta(publication / f"copy_{k}", target, change=change, facts=facts)
         document = mpu("aggregate", publication / "deltas", "--keys", publication / "keys.bin", "--dtype", "float64",
                        "--out", publication / "u", "--trust-deltas", "--json").json  # fmt: skip
-        assert (document["norm"], document["server_lr"]) == (pytest.approx(enormous), 1)
+        assert (document["norm"], document["step"]) == (pytest.approx(enormous), 1)
 
     @pytest.mark.slow
     def test_what_is_refused(self, mpu: Callable, returned_delta: Path, demo: DemoModel) -> None:
@@ -233,7 +233,7 @@ class TestTheStep:
             (("--probe", "nowhere.jsonl"), "nowhere.jsonl"),
             (("--probe", demo.forget, "--max-rise", 1e-12), "allow more with --max-rise"),
         ]:
-            auto = ("--server-lr", "auto", *options)
+            auto = ("--step", "auto", *options)
             outcome = mpu("aggregate", returned_delta / "deltas", *keys, *auto, "--out", out, check=False)
             assert (outcome.status != 0, complaint in outcome.err) == (True, True)
             assert not out.exists()

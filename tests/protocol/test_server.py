@@ -65,12 +65,12 @@ class TestAggregate:
         assert (publication / "unlearned/model.safetensors").is_file()
         assert "._" not in mpu("status", cwd=publication).out
 
-    def test_server_lr_scales_the_update(self, mpu, publication):
+    def test_the_step_scales_the_update(self, mpu, publication):
         before = tensors(publication / "base")
         updates = []
         for rate in (1.0, -0.25):
             mpu("aggregate", publication / "deltas", "--keys", publication / "keys.bin", "--dtype", "float64",
-                "--server-lr", rate, "--out", publication / "u", "--trust-deltas", "--force")  # fmt: skip
+                "--step", rate, "--out", publication / "u", "--trust-deltas", "--force")  # fmt: skip
             updates.append({n: t - before[n] for n, t in tensors(publication / "u").items()})
         for name in before:
             torch.testing.assert_close(updates[1][name], -0.25 * updates[0][name])
@@ -255,7 +255,7 @@ class TestAggregate:
         assert outcome.status == 0
         norms = [load_file(root / f"deltas/copy_{k}.safetensors") for k in (1, 2, 3)]
         largest = max(float(sum(t.double().square().sum() for t in delta.values()) ** 0.5) for delta in norms)
-        refused = mpu("aggregate", "deltas", "--keys", "keys.bin", "--server-lr", 3, "--max-norm", 1.5 * largest,
+        refused = mpu("aggregate", "deltas", "--keys", "keys.bin", "--step", 3, "--max-norm", 1.5 * largest,
                       check=False, cwd=root)  # fmt: skip
         assert "the update's norm is" in refused.err
 

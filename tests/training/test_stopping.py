@@ -194,15 +194,15 @@ def test_the_average_of_copies_that_forgot_is_as_long_as_their_changes(
     assert 1.02 < expected < 1.5
     known = load_file(demo.model / "model.safetensors")
     told = mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "a", "--json", cwd=tmp_path)
-    assert told.json["server_lr"] == pytest.approx(expected, abs=0.03)
+    assert told.json["step"] == pytest.approx(expected, abs=0.03)
     after = load_file(tmp_path / "a/model.safetensors")
     update = torch.cat([(after[n].double() - known[n].double()).flatten() for n in sorted(changes[0])])
-    assert float((update - told.json["server_lr"] * average).norm() / update.norm()) < 1e-2
-    told = mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "c", "--server-lr", 1, "--json", cwd=tmp_path)
-    assert told.json["server_lr"] == 1
+    assert float((update - told.json["step"] * average).norm() / update.norm()) < 1e-2
+    told = mpu("aggregate", "deltas", "--keys", "keys.bin", "--out", "c", "--step", 1, "--json", cwd=tmp_path)
+    assert told.json["step"] == 1
     mpu("unlearn", "copy_1", "copy_2", *records, "--epochs", 1, "--out", "fixed/", cwd=tmp_path)
     told = mpu("aggregate", "fixed", "--keys", "keys.bin", "--out", "d", "--json", cwd=tmp_path)
-    assert told.json["server_lr"] == 1
+    assert told.json["step"] == 1
 
 
 @pytest.mark.slow

@@ -116,7 +116,7 @@ class Rehearse(Command):
                     "name all copies of its publication, as folders that are not sealed",
                 )
             owners = owners_of(self._deltas(plan, observer), [keys])
-            once = Aggregating(server_lr=1.0, dtype="float32")
+            once = Aggregating(step=1.0, dtype="float32")
             update = plan_aggregate(base, owners, once, out=Path(scratch) / "model", trust_deltas=True)
             aggregate(update, observer=PrefixedObserver(observer, "aggregate"))
             updated = open_model(str(update.out))
@@ -149,7 +149,7 @@ class Rehearse(Command):
         return [Table("Of what BASE knew", ["step", "left of --forget", "kept of held-out --retain", ""], rows)]
 
     def report(self, rehearsal: Rehearsal, observer: Observer) -> Report:
-        document = {"server_lr": rehearsal.step, "steps": [asdict(each) for each in rehearsal.tried]}
+        document = {"step": rehearsal.step, "steps": [asdict(each) for each in rehearsal.tried]}
         if rehearsal.step is None:
             observer.warn(
                 "no step passes: less noise, more --retain records or another --algo may; a client's request would "

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mpu_cli.options.declare import Fold, Options, group, option
-from mpu_cli.options.publishing import Disguise, ServerRate, Stored
+from mpu_cli.options.publishing import Disguise, StepOptions, Stored
 from mpu_cli.options.unlearning import Unlearning
 
 PUBLISH = Fold("publish", "Other options of `mpu publish`.")
@@ -60,7 +60,7 @@ class Experiment(Options):
     )
     disguise: Disguise = group(Disguise, fold=PUBLISH, apart=("copies", "kappa", "permanent_noise"))
     stored: Stored = group(Stored, fold=PUBLISH)
-    server_rate: ServerRate = group(ServerRate, fold=AGGREGATE)
+    step_options: StepOptions = group(StepOptions, fold=AGGREGATE)
     unlearning: Unlearning = group(Unlearning, fold=UNLEARN, apart=USUAL)
 
     @property
