@@ -68,9 +68,9 @@ PRECISION = 0.05  # to which the share of the change that suffices is sought, re
 # Noise of the copy's size, once more, may take this share of what the answers have to fall off them, in nats, where the
 # copy's answers are said to be the model's.
 UNFELT_SHARE = 0.1
-# Times the share of a change that suffices on the copy under fresh noise: what is returned. The change is fitted to the
-# copy's own noise, which fresh noise does not remove, so it does as much there as 1.15 to 1.3 times it does to the
-# server's model (docs/stopping.md).
+# Times the share of a change that suffices on the copy, under fresh noise if that is not felt: what is returned under
+# permanent noise. The change is fitted to the copy's own noise, so it does as much there as 1.1 times it and more do to
+# the server's model (docs/stopping.md).
 SHARE_MARGIN = 1.15
 # Times the steps after which a copy has forgotten. What was lost of others comes back, also of those that the client
 # has no records of and cannot score; where the scores are not the model's, the model goes on forgetting
@@ -298,7 +298,8 @@ class EarlyStopping(TrainerCallback):
         self._initial = _copy_weights(model, self._place)
         self._further = FurtherNoise(self._initial, seed + 1, 0.0)  # what the change has to work under
         is_lora = any("lora_" in name for name in self._initial)  # factors are not weights of the copy
-        if not (self.is_faithful or is_lora or self._round_schedule):
+        self._is_lengthened = not (self.is_faithful or is_lora)  # factors' product does not grow as they do
+        if self._is_lengthened and not self._round_schedule:
             further = FurtherNoise(self._initial, seed + 1, noise)
             if scorer.adopt_if_unfelt(model, further):
                 self._further = further
@@ -368,6 +369,9 @@ class EarlyStopping(TrainerCallback):
             if self._further.share:  # the level is lower there, so that half of a change may be too much
                 _, least = self._scaled_back(model, weights, scores, low=0.25)
                 scale = min(1.0, SHARE_MARGIN * least)
+                scores = self._scores_of_share(model, weights, scale, scores.step)
+            elif self._is_lengthened:
+                scale = SHARE_MARGIN
                 scores = self._scores_of_share(model, weights, scale, scores.step)
         self._set_share(model, weights, scale)
         return scores, RoundSchedule(scores.step, self.level, scale, self.alpha)

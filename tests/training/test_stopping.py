@@ -25,7 +25,15 @@ from mpu_cli.records.knowledge import Probabilities, error_of_share_left, share_
 from mpu_cli.records.read import read_records
 from mpu_cli.training import stopping
 from mpu_cli.training.data import Dataset
-from mpu_cli.training.stopping import LEAST_HELD_OUT, EarlyStopping, FurtherNoise, Scorer, StepScores, hold_out
+from mpu_cli.training.stopping import (
+    LEAST_HELD_OUT,
+    SHARE_MARGIN,
+    EarlyStopping,
+    FurtherNoise,
+    Scorer,
+    StepScores,
+    hold_out,
+)
 from tests.helpers.models import DemoModel
 
 
@@ -343,6 +351,21 @@ def test_a_training_killed_at_an_evaluation_is_the_same_training(
     for resumed in results.values():
         assert resumed[:2] == (round_schedule, scores)
         assert all(torch.equal(resumed[2][name], change) for name, change in whole.items())
+
+
+def test_under_noise_that_is_felt_more_than_the_trained_change_is_returned(
+    mpu: Callable, tmp_path: Path, demo: DemoModel
+) -> None:
+    """SHARE_MARGIN times the change, in the first copy's schedule, by which another training returns just that."""
+    mpu("publish", demo.model, "--copies", 1, "--permanent-noise", 1, cwd=tmp_path)
+    train = ("unlearn", "copy_1", "--forget", demo.forget, "--retain", demo.retain, "--alone", "--json")
+    schedule = mpu(*train, "--max-steps", 10, cwd=tmp_path).json["round_schedule"]
+    assert schedule["scale"] == SHARE_MARGIN
+    unscaled = f"{schedule['steps']}:{schedule['level']}:1:{schedule['alpha']}"
+    mpu(*train, "--round-schedule", unscaled, "--out", "whole.safetensors", cwd=tmp_path)
+    returned, trained = load_file(tmp_path / "deltas/copy_1.safetensors"), load_file(tmp_path / "whole.safetensors")
+    for name, change in trained.items():
+        torch.testing.assert_close(returned[name], SHARE_MARGIN * change, rtol=1e-3, atol=1e-6)
 
 
 @pytest.mark.slow
