@@ -1,4 +1,5 @@
-"""Memory-mapped reading of safetensors: a tensor, or a slice of its rows, without reading the rest."""
+"""Memory-mapped reading of safetensors, which refuses damaged and hostile headers: a tensor, or a slice of its rows,
+without reading the rest."""
 
 from __future__ import annotations
 
@@ -102,7 +103,8 @@ def other_format(path: Path, beginning: bytes) -> MpuError | None:
 
 
 def read_header(path: Path, *, links: bool = True) -> tuple[dict[str, TensorInfo], dict[str, str]]:
-    """The tensors of one ``.safetensors`` file, in the order of their data, and its metadata.
+    """The tensors of one ``.safetensors`` file, in the order of their data, and its metadata; hostile headers are
+    refused.
 
     Raises MpuError unless the file is intact: a header within its limits, known dtypes, and data that covers the
     rest of the file exactly, without gaps or overlaps; without ``links``, also if ``path`` is a link.
