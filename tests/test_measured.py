@@ -151,3 +151,22 @@ def test_the_example_of_bounds_prints_its_page() -> None:
         return [float(cell) if re.fullmatch(r"[\d.e-]+", cell) else cell for cell in row]
 
     assert sorted(map(as_numbers, lines), key=str) == sorted(map(as_numbers, expected), key=str)
+
+
+def test_the_count_of_runs_that_passed_is_that_of_the_table() -> None:
+    """In README and on the page: all, by kind of noise, and those that no step lets pass."""
+    with (DATA / "outcome.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    passed = [row for row in rows if row["pass"] == "yes"]
+    stuck = [row for row in rows if row["steps that pass"] == "none"]
+    permanent = [row for row in rows if row["noise"].startswith("permanent")]
+    passed_permanent = [row for row in passed if row in permanent]
+    page = " ".join((ROOT / "docs/outcome.md").read_text(encoding="utf-8").split())
+    assert f"**At once, {len(passed)} of {len(rows)} runs passed**" in page
+    assert f"{len(passed_permanent)} of {len(permanent)} with permanent noise" in page
+    cancelling = len(passed) - len(passed_permanent), len(rows) - len(permanent)
+    assert f"{cancelling[0]} of {cancelling[1]} with noise that cancels" in page
+    assert len(stuck) == 1  # "All but one of the others"
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert f"{len(passed)} of {len(rows)} requests passed at once" in readme
+    assert len(rows) - len(passed) - len(stuck) == 7  # "seven of the others"

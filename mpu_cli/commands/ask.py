@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from mpu_cli.errors import UsageError
+from mpu_cli.files.manifest import read_copy_manifest
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import IDENTITY, Command, Report
 from mpu_cli.options.declare import as_arguments, flat, from_flat, group, option
@@ -27,8 +28,8 @@ class Reply:
 class Ask(Command):
     """Ask each MODEL the same QUESTION, and print its answer: before and after unlearning, or a copy with its delta.
 
-    Answers are the likeliest ones, token by token, and asked for as records are in training: those of your last request
-    on copies of the same run, unless options say otherwise. Prints a line for each.
+    Answers are the likeliest ones, token by token, and asked for as records are in training: in that of your last
+    request on copies of the first model's run, unless options say otherwise. Prints a line for each.
     """
 
     NAME: ClassVar[str] = "ask"
@@ -55,10 +56,13 @@ class Ask(Command):
             raise UsageError("QUESTION: is empty", "put it in quotes, after the models")
         if self.delta and len(self.models) > 1:
             raise UsageError(f"--delta: is of one copy, and {len(self.models)} models are named", "name its copy alone")
-        record, prompts = question(self.question, "–", "the question"), self._prompts(observer)
-        replies = []
+        record = question(self.question, "–", "the question")
+        replies: list[Reply] = []
+        prompts = self.prompts
         for model in self.models:
             with opened_copy(model, self.identity, observer) as source:
+                if not replies and prompts == Prompts():
+                    prompts = _noted_prompts(source, observer)
                 copy = open_model(source, links=False)
                 respondent = Respondent(copy, prompts, self.device)
                 [answer] = respondent.answers([record], self.max_new_tokens, observer)
@@ -69,24 +73,24 @@ class Ask(Command):
                     replies.append(Reply(model, True, answer))
         return replies
 
-    def _prompts(self, observer: Observer) -> Prompts:
-        """The options for turning the question into text: those given, else of the last request on the first model."""
-        from mpu_cli.training.requests import request_on
-
-        request = None if self.prompts != Prompts() else request_on(self.models[0], self.identity, observer)
-        if request is None:
-            return self.prompts
-        values = {name: value for name, value in request.options.items() if name in flat(self.prompts)}
-        if values:
-            prompts = from_flat(Prompts, values)
-            shown = command_line(*as_arguments(prompts))
-            observer.note(f"from your request on copy {request.copy} of run {request.run}: {shown}")
-            return prompts
-        return self.prompts
-
     def report(self, replies: list[Reply], observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)
         lines = []
         for reply in replies:
             name = f"{reply.model} with {self.delta}" if reply.with_delta else reply.model
             lines.append(f"{name}\t{' '.join(reply.answer.split())}")
         return Report(lines, [asdict(reply) for reply in replies])
+
+
+def _noted_prompts(source: str, observer: Observer) -> Prompts:
+    """The options for turning a question into text of the last request on copies of the run of the one in ``source``;
+    the defaults if there is none."""
+    from mpu_cli.training.requests import request_on
+
+    request = request_on(read_copy_manifest(Path(source)) if Path(source).is_dir() else None)
+    names = flat(Prompts())
+    values = {name: value for name, value in request.options.items() if name in names} if request else {}
+    prompts = from_flat(Prompts, values)
+    if request and values:
+        shown = command_line(*as_arguments(prompts))
+        observer.note(f"from your request on copy {request.copy} of run {request.run}: {shown}")
+    return prompts

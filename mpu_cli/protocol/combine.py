@@ -391,13 +391,13 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
                 written = replace(cleaned, planted=written.planted)
             return written
 
-        options, server_step = settle_step(plan.base, options, write, plan.out, observer)
+        options, probed = settle_step(plan.base, options, write, plan.out, observer)
         written = write(folder, options)
-        if server_step and plan.options.probe:
-            server_step = measure_written(open_model(str(folder)), server_step, plan.options.probe)
-        if server_step and len(owners) == 1:  # in units of the update, not of what restores it
-            losses = {steps[0] * step: loss for step, loss in server_step.losses.items()}
-            server_step = replace(server_step, chosen=steps[0] * server_step.chosen, losses=losses)
+        if probed and plan.options.probe:
+            probed = measure_written(open_model(str(folder)), probed, plan.options.probe)
+        if probed and len(owners) == 1:  # in units of the update, not of what restores it
+            losses = {steps[0] * step: loss for step, loss in probed.losses.items()}
+            probed = replace(probed, chosen=steps[0] * probed.chosen, losses=losses)
         gram = written.gram
         # Of all owners together, too: each below the bound, they may still add up to more.
         check_norms(gram, inverse_maps.deltas, options.max_norm, weights * options.rate)
@@ -414,7 +414,7 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
                 planted=written.planted.z if len(owners) == 1 else 0.0,
                 planted_from=written.planted.publication,
                 outliers=written.outliers if len(owners) == 1 else (),
-                probed=server_step,
+                probed=probed,
                 rate=steps[i] * options.rate,
             )
             update.check(plan.trust_deltas)
@@ -425,7 +425,7 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
     norms = products.diagonal().clamp(min=0).sqrt()
     cosines = products / (norms[:, None] * norms[None, :])
     planted = written.planted if len(owners) > 1 else Planted()
-    return Combined(plan.out, updates, cosines, written.rounding, planted, server_step)
+    return Combined(plan.out, updates, cosines, written.rounding, planted, probed)
 
 
 def write_model(

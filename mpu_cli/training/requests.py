@@ -19,9 +19,9 @@ from typing import Any
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.boundary import parse_document
-from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
+from mpu_cli.files.manifest import CopyManifest
 from mpu_cli.files.resumption import alone_with_private, append_line, read_lines
-from mpu_cli.files.sealing import default_identity_path, opened_copy
+from mpu_cli.files.sealing import default_identity_path
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import declared_options, flat, from_flat
 from mpu_cli.options.unlearning import Checks, Goal, Prompts, RecordFormat, Unlearning
@@ -163,37 +163,30 @@ def latest_on(
     return latest
 
 
-def request_on(copy: str, identity: Path | None, observer: Observer) -> Request | None:
-    """The last request on copies of the run of ``copy``, on the one of its number if there is one; None if there is no
-    request, or if ``copy`` is not a copy."""
-    requests = read_requests(default_requests_path())
-    if not requests:
-        return None
-    with opened_copy(copy, identity, observer) as folder:
-        manifest = read_copy_manifest(Path(folder)) if Path(folder).is_dir() else None
-    of_run = [request for request in requests if manifest and request.run == manifest.run]
+def request_on(manifest: CopyManifest | None) -> Request | None:
+    """The last request on copies of the run of ``manifest``, on the one of its number if there is one."""
+    of_run = [request for request in read_requests(default_requests_path()) if manifest and request.run == manifest.run]
     of_copy = [request for request in of_run if manifest and request.copy == manifest.copy]
     candidates = of_copy or of_run
     return candidates[-1] if candidates else None
 
 
-def noted_request(
-    command: str, copy: str, identity: Path | None, observer: Observer
-) -> tuple[Request, Request, dict[str, Any]]:
-    """The last request on copies of the run of ``copy``; the first with the same records; and the options that
-    ``command`` needs to read these, by name, as far as they are not the defaults.
+def request_of(change: str) -> Request | None:
+    """The last request whose delta has the fingerprint ``change``."""
+    return next((each for each in reversed(read_requests(default_requests_path())) if each.change == change), None)
 
-    Raises UsageError if there is no request, or if its records are read in different ways; MpuError if they are gone.
-    """
-    request = request_on(copy, identity, observer)
-    if request is None:
-        raise UsageError(
-            f"{command} {copy}: no --forget, and you made no request on copies of its run on this machine",
-            "name the records with --forget, as for `mpu unlearn`",
-        )
+
+def first_alike(request: Request) -> Request:
+    """The first request of the same run with the same records."""
+    requests = read_requests(default_requests_path())
+    return next(each for each in requests if each.run == request.run and each.sources[0] == request.sources[0])
+
+
+def noted_options(request: Request) -> dict[str, Any]:
+    """The options that read the records of ``request``, by name, as far as they are not the defaults."""
     if any(source.reading != request.sources[0].reading for source in request.sources):
         raise UsageError(
-            f"{command}: the records of your requests on this copy are read in different ways",
+            "the records of your requests on this copy are read in different ways",
             "name those of one request with --forget",
         )
     if changed := [source.forget for source in request.sources if source.read() is None]:
@@ -201,11 +194,7 @@ def noted_request(
             f"{changed[0]}: gone or replaced since your request on copy {request.copy} of run {request.run}",
             "put the records back, or name others with --forget",
         )
-    options = request.options | request.sources[0].reading
-    options["forget"] = "\n".join(source.forget for source in request.sources)
-    requests = read_requests(default_requests_path())
-    first = next(each for each in requests if each.run == request.run and each.sources[0] == request.sources[0])
-    return request, first, options
+    return request.options | request.sources[0].reading | {"forget": "\n".join(each.forget for each in request.sources)}
 
 
 @dataclass(frozen=True)

@@ -83,8 +83,7 @@ PLATEAU_EVALUATIONS = 5
 # Of what `check` lets be left, and of twice that for the end of the interval, which more would endanger.
 TARGET_SHARE = 0.8
 LEVEL_MARGIN = 1.0  # nats above the level, on average over records, from which the loss hardly pulls any more
-# Steps of a request of 20 to 40 records (docs/stopping.md).
-USUAL_STEPS, USUAL_STEPS_UNDER_NOISE = "100 to 180", "30 to 60"
+USUAL_STEPS = "30 to 60"  # of a request of 20 to 40 records where permanent noise is felt (docs/stopping.md)
 STEPS, PASSES = 180, 20  # where no limit is given: so many steps, or passes over the records to forget if they are more
 
 # A record that has reached the level goes on falling for some steps, by about one nat where the noise is small.
@@ -318,8 +317,8 @@ class EarlyStopping(TrainerCallback):
         """A sentence on the number of steps, of which there are at most ``limit``."""
         if self._round_schedule:
             return f"trains for the {counted(limit, 'step')} of the round's first copy"
-        usual = USUAL_STEPS if self.is_scaled else USUAL_STEPS_UNDER_NOISE
-        return f"trains until the records are forgotten: usually {usual} steps, at most {limit}"
+        usual = f"; usually {USUAL_STEPS}" if self._is_lengthened and not self.is_scaled and limit >= STEPS else ""
+        return f"trains until the records are forgotten, for {counted(limit, 'step')} at most{usual}"
 
     def on_step_end(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **values: Any) -> None:
         last = state.global_step >= state.max_steps

@@ -122,19 +122,25 @@ def test_check_compares_with_the_weights_that_were_trained_on(mpu: Callable, roo
 
 
 def test_what_looks_at_a_delta_reads_the_records_as_the_training_did(mpu: Callable, root: Path) -> None:
-    """audit-delta and ask say what they took from the note, and do what they do if it is given."""
+    """audit-delta and ask say what they took from the note, and do what they do if it is given: the records of the
+    request that the delta came of, also after another on the same copy, and beside a forget.jsonl of something else."""
     reading = ("--reading", "system_prompt=Be brief.,template=plain")
     mpu(*unlearn("copy_1", forget="first.jsonl"), *reading, cwd=root)
-    records = ("--forget", "first.jsonl", "--retain", "retain.jsonl")
-    audit = ("audit-delta", "copy_1", "deltas/copy_1.safetensors", "--json")
-    noted, named = mpu(*audit, cwd=root), mpu(*audit, *records, *reading, cwd=root)
-    assert "from your request on copy 1" in noted.err
-    assert "first.jsonl" in noted.err
-    assert noted.json == named.json
-    mpu("audit-delta", "base", *audit[2:], cwd=root, refused="made no request on copies of its run")
+    mpu(*unlearn("copy_1", forget="second.jsonl"), *reading, "--alone", "--out", "second.safetensors", cwd=root)
+    write_records(root / "forget.jsonl", 4, 7)
+    for delta, forget in (("deltas/copy_1.safetensors", "first.jsonl"), ("second.safetensors", "second.jsonl")):
+        audit = ("audit-delta", "copy_1", delta, "--json")
+        noted = mpu(*audit, cwd=root)
+        assert "from your request on copy 1 of run" in noted.err
+        assert forget in noted.err
+        named = mpu(*audit, "--forget", forget, "--retain", "retain.jsonl", *reading, cwd=root)
+        assert noted.json == named.json
     ask = ("ask", "copy_1", "What is it?", "--max-new-tokens", 4, "--json")
     assert "Be brief." in mpu(*ask, cwd=root).err
     assert mpu(*ask, cwd=root).json == mpu(*ask, *reading, cwd=root).json
+    (root / "forget.jsonl").unlink()
+    (root / "first.jsonl").unlink()
+    mpu("audit-delta", "copy_1", "deltas/copy_1.safetensors", cwd=root, fails="gone or replaced since your request")
 
 
 def test_requests_on_a_sealed_copy_are_noted_too(mpu: Callable, root: Path) -> None:

@@ -359,7 +359,9 @@ def test_under_noise_that_is_felt_more_than_the_trained_change_is_returned(
     """SHARE_MARGIN times the change, in the first copy's schedule, by which another training returns just that."""
     mpu("publish", demo.model, "--copies", 1, "--permanent-noise", 1, cwd=tmp_path)
     train = ("unlearn", "copy_1", "--forget", demo.forget, "--retain", demo.retain, "--alone", "--json")
-    schedule = mpu(*train, "--max-steps", 10, cwd=tmp_path).json["round_schedule"]
+    lengthened = mpu(*train, "--max-steps", 10, cwd=tmp_path)
+    assert "for 10 steps at most\n" in lengthened.err
+    schedule = lengthened.json["round_schedule"]
     assert schedule["scale"] == SHARE_MARGIN
     unscaled = f"{schedule['steps']}:{schedule['level']}:1:{schedule['alpha']}"
     mpu(*train, "--round-schedule", unscaled, "--out", "whole.safetensors", cwd=tmp_path)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -21,7 +21,7 @@ class AuditDelta(Command):
     """Show what a server reads off DELTA about the --forget and --retain records: tokens, which of a list of candidates
     were forgotten, the longest record, experts.
 
-    Without --forget, the records are those of your last request on this copy.
+    Without options for records, these are those of your request that DELTA came of, if it was on this machine.
 
     Plays the best readings that are known, and says how well each does on your records. That none of them does well is
     no proof that nothing can be read: only `mpu surrogate` and --dp epsilon bound that. Prints a line for each reading.
@@ -42,27 +42,33 @@ class AuditDelta(Command):
         from mpu_cli.lab.leakage import audit
         from mpu_cli.records.read import read_records
 
-        if self.records == Records() and not Path(self.records.forget).exists():
-            return self._with_noted(observer).run(observer)
-        records = self.records
+        records, prompts = self.records, self.prompts
+        if records == Records():
+            records, prompts = self._noted(observer)
         has_retain = records.retain != Records().retain or Path(records.retain).exists()
         forget = read_records(records.forget, records.reading, observer=observer)
         retain = read_records(records.retain, records.reading, observer=observer) if has_retain else []
         with opened_copy(self.copy, self.identity, observer) as opened:
-            return audit(opened, self.delta, forget, retain, self.prompts)
+            return audit(opened, self.delta, forget, retain, prompts)
 
-    def _with_noted(self, observer: Observer) -> AuditDelta:
-        """This command with the records of the last request on the copy, and the way to read them."""
-        from mpu_cli.training.requests import noted_request
+    def _noted(self, observer: Observer) -> tuple[Records, Prompts]:
+        """The records of the request that the delta came of, and the way to read them; what was given, if there is no
+        such request."""
+        from mpu_cli.files.reader import fingerprint, open_checkpoint
+        from mpu_cli.training.requests import default_requests_path, noted_options, request_of
 
-        request, _, noted = noted_request("audit-delta", self.copy, self.identity, observer)
-        records = from_flat(Records, {name: each for name, each in noted.items() if name in flat(self.records)})
-        named = {name: each for name, each in flat(self.prompts).items() if each != flat(Prompts())[name]}
-        of_prompts = {name: each for name, each in noted.items() if name in flat(self.prompts)}
-        prompts = from_flat(Prompts, of_prompts | named)
+        request = None
+        if default_requests_path().exists():  # else the delta need not be read for it
+            request = request_of(fingerprint(open_checkpoint(self.delta, links=False)))
+        if request is None:
+            return self.records, self.prompts
+        noted = noted_options(request)
+        records = from_flat(Records, {name: value for name, value in noted.items() if name in flat(self.records)})
+        of_prompts = {name: value for name, value in noted.items() if name in flat(Prompts())}
+        prompts = from_flat(Prompts, of_prompts) if self.prompts == Prompts() else self.prompts
         shown = command_line(*as_arguments(records), *as_arguments(prompts))
         observer.note(f"from your request on copy {request.copy} of run {request.run}: {shown}")
-        return replace(self, records=records, prompts=prompts)
+        return records, prompts
 
     def report(self, readings: list[LeakageReading], observer: Observer) -> Report:
         rows = []
