@@ -25,6 +25,7 @@ from mpu_cli.files.reader import Checkpoint, quoted_list
 from mpu_cli.files.sandbox import PROCESS, LimitError, load_tokenizer
 from mpu_cli.model.device import blaming, device_of, processes_of
 from mpu_cli.model.network import build, concrete, network_of, parts_of, repeat_keys_where_faster
+from mpu_cli.model.products import multiply_where_faster
 from mpu_cli.model.source import VOCABULARY_FILES, Model
 from mpu_cli.model.staging import staged_model
 from mpu_cli.model.tensors import (
@@ -174,6 +175,7 @@ def load(
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     repeat_keys_where_faster()
+    multiply_where_faster()
     warnings.filterwarnings("ignore", category=FutureWarning)  # between libraries; nothing a user can act on
     torch_device = device_of(device)
     if torch_device == torch.device("cuda"):  # each process has one of its own

@@ -21,6 +21,7 @@ from transformers.integrations import sdpa_attention
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.sandbox import load_tokenizer
+from mpu_cli.model.products import faster_product
 from mpu_cli.model.source import DTYPE_ENTRIES, Model
 from mpu_cli.records.encode import Encoding, Example, pad
 from mpu_cli.records.read import read_records
@@ -244,7 +245,8 @@ class _LogProbs(torch.autograd.Function):
         target_logits, sums, logits = [], [], None
         for part, chunk_targets in zip(states.split(ctx.step), targets.split(ctx.step), strict=True):
             logits = None  # or two chunks exist while the next is computed
-            logits = _wide(linear(part, weight, bias))
+            with faster_product(part, weight.T):
+                logits = _wide(linear(part, weight, bias))
             rows_at_once = SOFTMAX_ROWS if logits.device.type == "cpu" else len(logits)
             sums += [rows.logsumexp(1) for rows in logits.split(rows_at_once)]
             target_logits.append(logits.gather(1, chunk_targets[:, None])[:, 0])
@@ -262,7 +264,8 @@ class _LogProbs(torch.autograd.Function):
         for start in range(0, len(states), ctx.step):
             part = slice(start, start + ctx.step)
             logits = None
-            logits = _wide(linear(states[part], weight, bias)) if ctx.chunk_logits is None else ctx.chunk_logits
+            with faster_product(states[part], weight.T):
+                logits = _wide(linear(states[part], weight, bias)) if ctx.chunk_logits is None else ctx.chunk_logits
             ctx.chunk_logits = None
             chunk_gradient, chunk_targets = gradient[part, None], targets[part, None]
             # ∂ log p(target) / ∂ logits = onehot(target) − softmax(logits)
@@ -271,12 +274,14 @@ class _LogProbs(torch.autograd.Function):
             logits.scatter_(1, chunk_targets, logits.gather(1, chunk_targets) + chunk_gradient)
             logits = logits.to(weight.dtype)
             if of_states is not None:
-                of_states[part] = logits @ weight
+                with faster_product(logits, weight):
+                    of_states[part] = logits @ weight
             if ctx.needs_input_grad[1]:
-                if of_weight is None:
-                    of_weight = logits.T @ states[part]
-                else:
-                    of_weight.addmm_(logits.T, states[part])
+                with faster_product(logits.T, states[part]):
+                    if of_weight is None:
+                        of_weight = logits.T @ states[part]
+                    else:
+                        of_weight.addmm_(logits.T, states[part])
             if ctx.needs_input_grad[2]:
                 of_bias = logits.sum(0) + (0 if of_bias is None else of_bias)
         if of_weight is None and ctx.needs_input_grad[1]:
@@ -326,7 +331,7 @@ def input_of(head: Head | None) -> Iterator[list[torch.Tensor]]:
         if threading.get_ident() != thread:
             return None
         head_inputs[:] = inputs
-        return (inputs[0][:, :1],)
+        return (inputs[0][:, :1].contiguous(),)  # or torch would expand the weights
 
     with head.register_forward_pre_hook(keep):
         yield head_inputs

@@ -170,7 +170,7 @@ def ffn_units(model: PreTrainedModel, examples: Sequence[Example]) -> list[Units
     model.eval()
     try:
         for example in examples[:LOOKED_AT]:
-            model(input_ids=torch.tensor([example.ids], device=model.device), use_cache=False)
+            model(input_ids=torch.tensor([example.ids], device=model.device), use_cache=False, logits_to_keep=1)
     finally:
         model.train(training)
         for hook in hooks:

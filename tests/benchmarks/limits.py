@@ -8,7 +8,8 @@ JSON lines, 8 to forget and 16 to keep in a step. The limit of what streams is a
 reads or writes, whichever are more. That of what computes is the sum over the model's passes, as they were counted
 while the command ran: the products of their tokens, padding apart, at the measured rate, or one reading of the weights,
 whichever takes longer; three times that where a backward pass follows. Imports, checks and everything else are what a
-share below 1 consists of. One process at a time; take a quiet machine.
+share below 1 consists of. What computes runs twice, first with all float32 products by MKL, torch's usual library.
+One process at a time; take a quiet machine.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mpu_cli.cli import output
 from mpu_cli.cli.main import main as mpu
+from mpu_cli.model import products
 from mpu_cli.model.load import limits_of, load
+from mpu_cli.model.products import faster_product
 from mpu_cli.model.source import open_model
 from mpu_cli.options.unlearning import Prompts
 from mpu_cli.records.encode import Example, answer_tokens, encoding_of, pad
@@ -44,7 +47,8 @@ COPIED = 1 << 28  # bytes of the tensor that is copied in memory
 PER_STEP = 8, 16  # records to forget and to keep
 LINES = {"forget": 8, "retain": 32, "unseen": 8}  # of the records to keep, half is held out
 PARTS = {"_score": "scores", "_say": "answers", "_gradients": "attacks", "_run_attack": "attacks"}  # of eval's passes
-COLUMNS = ("command", "part", "seconds", "limit", "share")
+MKL, ONEDNN = LIBRARIES = "mkl", "onednn"
+COLUMNS = ("command", "part", "by MKL", "seconds", "limit", "share")
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,10 @@ def measure_limits(folder: Path, model: str, files: dict[str, Path]) -> Limits:
     share = sum(map(answer_tokens, examples)) / sum(len(example.ids) for example in examples)
     blocks = torch.empty(2, COPIED // 8)
     blocks.fill_(1.0)
+    with faster_product(blocks, blocks.T):
+        float32 = products_per_second("cpu", torch.float32, SIZE)
     return Limits(
-        float32=products_per_second("cpu", torch.float32, SIZE),
+        float32=float32,
         bfloat16=products_per_second("cpu", torch.bfloat16, SIZE),
         memory=2 * blocks[0].nbytes / fastest(lambda: blocks[0].copy_(blocks[1])),  # read and written
         disk=source.checkpoint.path.stat().st_size / fastest(lambda: copy_to_disk(source.checkpoint.path, folder)),
@@ -138,9 +144,12 @@ class Meter:
         )
 
 
-def metered(limits: Limits, target: Path, arguments: list[str]) -> None:
+def metered(limits: Limits, target: Path, library: str, arguments: list[str]) -> None:
     """Run a command in this process, and write the seconds and the limits of its parts to ``target``."""
     from mpu_cli.measuring import evaluate
+
+    if library == MKL:
+        products.onednn_is_exact = lambda: False  # type: ignore[assignment]
 
     meter = Meter(limits)
     register_module_forward_pre_hook(meter.count)
@@ -171,8 +180,8 @@ def metered(limits: Limits, target: Path, arguments: list[str]) -> None:
 
 def main() -> None:
     if sys.argv[1:2] == ["--metered"]:
-        limits, target, *arguments = sys.argv[2:]
-        metered(Limits(**json.loads(limits)), Path(target), arguments)
+        of_machine, target, library, *arguments = sys.argv[2:]
+        metered(Limits(**json.loads(of_machine)), Path(target), library, arguments)
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -194,41 +203,39 @@ def main() -> None:
     print("\t".join(COLUMNS))
     table = [COLUMNS]
 
-    def measure(*command: object) -> dict[str, tuple[float, float]]:
+    def measure(library: str, *command: object) -> dict[str, tuple[float, float]]:
         """Seconds and limit of each part of a command, in a process of its own; "whole": of all of them."""
         target, started = options.folder / "parts.json", time.perf_counter()
-        program = [
-            sys.executable,
-            "-m",
-            "tests.benchmarks.limits",
-            "--metered",
-            json.dumps(asdict(limits)),
-            str(target),
-        ]
-        status = os.spawnv(os.P_WAIT, sys.executable, [*program, *map(str, command), "--quiet"])
+        program = [sys.executable, "-m", "tests.benchmarks.limits", "--metered"]
+        metering = [json.dumps(asdict(limits)), str(target), library]
+        status = os.spawnv(os.P_WAIT, sys.executable, [*program, *metering, *map(str, command), "--quiet"])
         seconds = time.perf_counter() - started
         if status not in (0, 1):  # 1: a verdict that is not a pass
             raise SystemExit(f"{command[0]}: exit status {status}")
         parts = {name: (spent, limit) for name, (spent, limit) in json.loads(target.read_text()).items()}
         return parts | {"whole": (seconds, sum(limit for _, limit in parts.values()))}
 
-    def row(command: str, part: str, seconds: float, limit: float) -> None:
-        cells = command, part, f"{seconds:.1f} s", f"{limit:.1f} s", f"{limit / seconds:.0%}"
+    def row(command: str, part: str, by_mkl: str, seconds: float, limit: float) -> None:
+        cells = command, part, by_mkl, f"{seconds:.1f} s", f"{limit:.1f} s", f"{limit / seconds:.0%}"
         table.append(cells)
         print("\t".join(cells), flush=True)
 
     def streamed(name: str, nbytes: int, *command: object) -> None:
-        row(name, "whole", run_measured(*MPU, name, *command, "--quiet")[0], nbytes / limits.disk)
+        row(name, "whole", "", run_measured(*MPU, name, *command, "--quiet")[0], nbytes / limits.disk)
 
     def computed(label: str, chosen: tuple[str, ...], *command: object) -> None:
-        parts = measure(*command)
+        """Rows of a command; "{}" in it stands for the library by which it runs."""
+        parts = {library: measure(library, *(str(word).format(library) for word in command)) for library in LIBRARIES}
         for part in ("whole", *chosen):
-            of_part = [value for name, value in parts.items() if name.split()[0] == part]
-            if of_part:
-                row(label, part, sum(seconds for seconds, _ in of_part), sum(limit for _, limit in of_part))
+            totals = {}
+            for library, values in parts.items():
+                of_part = [value for name, value in values.items() if name.split()[0] == part]
+                totals[library] = [sum(column) for column in zip(*of_part, strict=True)]
+            if totals[ONEDNN]:
+                row(label, part, f"{totals[MKL][0]:.1f} s", *totals[ONEDNN])
 
     records = [argument for name in LINES for argument in (f"--{name}", files[name])]
-    copies, keys, deltas = options.folder / "copies", options.folder / "keys.bin", options.folder / "deltas"
+    copies, keys, deltas = options.folder / "copies", options.folder / "keys.bin", f"{options.folder}/deltas_{{}}"
     size = limits.nbytes
     streamed("publish", 2 * size, options.model, "--kappa", 0.01, "--copies", 2, "--out", copies, "--keys", keys)
     streamed("verify", size, copies / "copy_1", "--keys", keys, "--no-logits")
@@ -239,26 +246,15 @@ def main() -> None:
              f"{deltas}/")  # fmt: skip
     computed(f"{whole}, --precision auto", steps, "unlearn", copies / "copy_2", *training, "--out", f"{deltas}/")
     unlearned, copy = options.folder / "unlearned", options.folder / "round_2/copy_1"
-    streamed("aggregate", 3 * size, deltas, "--keys", keys, "--out", unlearned)  # two deltas and the base are read
-    run_measured(*MPU, "publish", unlearned, "--kappa", 0.01, "--copies", 1, "--out", copy.parent, "--keys",
-                 options.folder / "keys_2.bin", "--quiet")  # fmt: skip
-    computed(
-        "check",
-        (),
-        "check",
-        copy,
-        *records,
-        "--before",
-        copies / "copy_1",
-        "--scoring",
-        "dtype=float32",
-        "--allow",
-        "changed-reading",
-    )
+    # Two deltas and the base are read; trained in two precisions, which `aggregate` would refuse.
+    streamed("aggregate", 3 * size, deltas.format(ONEDNN), "--keys", keys, "--out", unlearned, "--trust-deltas")
+    run_measured(*MPU, "publish", unlearned, "--kappa", 0, "--permanent-noise", 0.01, "--copies", 1, "--out",
+                 copy.parent, "--keys", options.folder / "keys_2.bin", "--quiet")  # fmt: skip
+    computed("check", (), "check", copy, *records, "--before", copies / "copy_1", "--scoring", "dtype=float32",
+             "--allow", "changed-reading")  # fmt: skip
     attacks = ("--attacks", f"quantise,relearn:{options.steps}")
     computed("eval", tuple(dict.fromkeys(PARTS.values())), "eval", unlearned, *records, *attacks, "--scoring",
-    "dtype=float32",
-             "--out", options.folder / "eval.json")  # fmt: skip
+             "dtype=float32", "--out", options.folder / "eval_{}.json")  # fmt: skip
     computed("rehearse", (), "rehearse", copy, *records, "--unlearn", f"max_steps={options.steps}", "--keys",
              options.folder / "keys_2.bin")  # fmt: skip
     if options.csv:

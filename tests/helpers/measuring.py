@@ -19,7 +19,7 @@ POLL = 0.01  # seconds between looks at the process's memory
 def run_measured(*command: object, stdout: IO[str] | int = subprocess.DEVNULL) -> tuple[float, float]:
     """Wall seconds of a command and its peak anonymous memory in MB."""
     started, peak = time.perf_counter(), 0
-    process = subprocess.Popen(list(map(str, command)), stdout=stdout, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(list(map(str, command)), stdout=stdout)
     while process.poll() is None:
         peak = max(peak, anonymous_bytes(process.pid))
         time.sleep(POLL)
