@@ -34,7 +34,7 @@ from mpu_cli.training.reference import Reference
 from mpu_cli.training.unlearn import ADVICE
 
 # Learning records means descending the loss that gradient ascent climbs.
-_DESCENT = Algorithm(lambda learned, _alternate, _constants: learned.scores.cross_entropy, Constants(alpha=0))
+_DESCENT = Algorithm(lambda learned, _alternate, _constants: learned.cross_entropy, Constants(alpha=0))
 MEMORISE = Objective(_DESCENT, _DESCENT.constants, "nll")
 
 

@@ -29,7 +29,7 @@ from mpu_cli.options.unlearning import Privacy, Training
 from mpu_cli.records.encode import IGNORED, Example, pad
 from mpu_cli.training.ledger import Mechanism
 from mpu_cli.training.loop import ExampleSet, Losses, outside_layers
-from mpu_cli.training.losses import ALGORITHMS, Objective, TermInputs, score
+from mpu_cli.training.losses import ALGORITHMS, Objective, score
 from mpu_cli.training.optimizers import make_optimizer
 
 NOISE_CHUNK = 1 << 20  # weights that get their noise at once
@@ -309,12 +309,11 @@ def _loss(
     loss = read.sum() * 0.0
     constants = objective.constants
     for i, (name, number) in enumerate(places):
-        scores = score(read[i : i + 1], batch["labels"][i : i + 1], head=head)
         reference = sets[name].reference
         outputs = {key: value.to(device) for key, value in reference.collect([number], like=[number]).items()}
-        part = TermInputs(scores, reference.frozen(outputs))
+        scores = score(read[i : i + 1], batch["labels"][i : i + 1], head=head, reference=reference.outputs(outputs))
         forget = name == "forget"
-        term = objective.algorithm.forget(part, None, constants) if forget else objective.retain(part)
+        term = objective.algorithm.forget(scores, None, constants) if forget else objective.retain(scores)
         loss = loss + (constants.gamma if forget else constants.alpha) * term
         sums.setdefault(f"{name}_term", []).append(term.item())
         sums.setdefault(name, []).append(scores.cross_entropy.item())

@@ -46,7 +46,7 @@ from mpu_cli.training.execution import (
     step_of,
     whole_head,
 )
-from mpu_cli.training.losses import Objective, TermInputs, locate_answers
+from mpu_cli.training.losses import Objective, Scores, locate_answers
 from mpu_cli.training.optimizers import make_optimizer
 from mpu_cli.training.rates import records_at_once, remarks_on_warmup
 from mpu_cli.training.reference import Reference, forward, length_of_answers
@@ -295,16 +295,16 @@ class UnlearningTrainer(Trainer):
         if self.args.device.type == "cpu":  # again each time: small blocks return to the system only at the call
             suit_heap_to(self._trained_bytes)
         objective, constants = self._objective, self._objective.constants
-        inputs_of = self._inputs(model, inputs)
+        scores_of = self._scores(model, inputs)
         losses = []
-        if forget := inputs_of.get("forget"):
-            term = objective.algorithm.forget(forget, inputs_of.get("alternate"), constants)
+        if forget := scores_of.get("forget"):
+            term = objective.algorithm.forget(forget, scores_of.get("alternate"), constants)
             losses.append(constants.gamma * term)
-            self._count({"forget_term": term, "forget": forget.scores.cross_entropy})
-        if retain := inputs_of.get("retain"):
+            self._count({"forget_term": term, "forget": forget.cross_entropy})
+        if retain := scores_of.get("retain"):
             term = objective.retain(retain)
             losses.append(self._alpha * term)
-            self._count({"retain_term": term, "retain": retain.scores.cross_entropy})
+            self._count({"retain_term": term, "retain": retain.cross_entropy})
         # Each part is normalised by its whole step, so that the parts add up to the loss of the step.
         loss = torch.stack(losses).sum()
         self._count({"loss": loss})
@@ -312,19 +312,20 @@ class UnlearningTrainer(Trainer):
         loss = loss * self.accelerator.num_processes
         return (loss, None) if return_outputs else loss
 
-    def _inputs(self, model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, TermInputs]:
+    def _scores(self, model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, Scores]:
         """One pass of the model over all rows, divided among the sets."""
         objective = self._objective
         layer = objective.constants.layer if any(map(objective.reads_layer, inputs["sets"])) else None
         scores = forward(model, inputs["batch"], layer=layer, head=self._head, own_head=self._own_head)
-        terms: dict[str, TermInputs] = {}
+        scores_of: dict[str, Scores] = {}
         row = token = 0
         for name, part in inputs["sets"].items():
             counts = {key: part[key] for key in ("weights", "step_tokens", "step_examples")}
             rows, tokens = slice(row, row + part["rows"]), slice(token, token + part["tokens"])
-            terms[name] = TermInputs(scores.part(tokens, rows, **counts), self._references[name].frozen(part))
+            reference = self._references[name].outputs(part)
+            scores_of[name] = scores.part(tokens, rows, **counts, reference=reference)
             row, token = rows.stop, tokens.stop
-        return terms
+        return scores_of
 
     @property
     def _alpha(self) -> float:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, wraps
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import cross_entropy, kl_div, logsigmoid, mse_loss
@@ -26,12 +26,9 @@ from mpu_cli.records.encode import IGNORED
 # ruff: noqa: ARG001 (all forget terms have the same signature)
 
 
-Kind = TypeVar("Kind")
-
-
 @dataclass(frozen=True)
 class Scores:
-    """A model's outputs on the labelled tokens of (a part of) a step."""
+    """A model's outputs on the labelled tokens of one set, in (a part of) a step; beside them the frozen copy's."""
 
     targets: torch.Tensor  # the labelled tokens, (tokens,)
     logits: Logits  # of each token
@@ -40,6 +37,9 @@ class Scores:
     weights: torch.Tensor  # (examples,), 0 for one that only fills up a part
     step_tokens: int  # in the whole step; so is ``step_examples``
     step_examples: int
+    # The frozen copy's outputs that the term asks for, by ``reference_outputs``: "log_probs", log p_ref,i, (examples,);
+    # "logits", z_ref of each token; "hidden", (tokens, width); "direction", RMU's, of length 1, (width,).
+    reference: Any = None
 
     @cached_property
     def log_probs(self) -> torch.Tensor:
@@ -47,7 +47,7 @@ class Scores:
         return self.logits.log_probs(self.targets)
 
     def part(
-        self, tokens: slice, rows: slice, *, weights: torch.Tensor, step_tokens: int, step_examples: int
+        self, tokens: slice, rows: slice, *, weights: torch.Tensor, step_tokens: int, step_examples: int, reference: Any
     ) -> Scores:
         """The scores of some examples, whose tokens follow each other, with the counts of their own step."""
         return Scores(
@@ -58,6 +58,7 @@ class Scores:
             weights=weights,
             step_tokens=step_tokens,
             step_examples=step_examples,
+            reference=reference,
         )
 
     @property
@@ -87,24 +88,6 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Frozen:
-    """The frozen copy's outputs on the same tokens; None where not requested."""
-
-    log_probs: torch.Tensor | None = None  # log p_ref,i, (examples,)
-    logits: Logits | None = None  # z_ref of each token
-    hidden: torch.Tensor | None = None  # (tokens, width)
-    direction: torch.Tensor | None = None  # RMU's, one for the whole model, of length 1, (width,)
-
-
-@dataclass(frozen=True)
-class TermInputs:
-    """One set's part of a step: the outputs of the model and of the frozen copy on it."""
-
-    scores: Scores
-    frozen: Frozen
-
-
-@dataclass(frozen=True)
 class Constants:
     """Constants of the losses, named like their options; the docstring of each loss shows those that it reads.
 
@@ -123,12 +106,6 @@ class Constants:
     coefficient: float = 2.0
     retain_limit: float = 0.05
     dual_rate: float = 0.0
-
-
-def _require_value(x: Kind | None) -> Kind:
-    """``x``, which the algorithm's table asks for."""
-    assert x is not None
-    return x
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -150,6 +127,7 @@ def score(
     head: Head | None = None,
     hidden: torch.Tensor | None = None,
     answers: Mapping[str, torch.Tensor] | None = None,
+    reference: Any = None,
 ) -> Scores:
     """Scores from logits (examples, length, vocabulary) and labels (examples, length), in float32 or wider.
 
@@ -166,50 +144,51 @@ def score(
         weights=torch.ones(len(labels), device=labels.device),
         step_tokens=len(rows),
         step_examples=len(labels),
+        reference=reference,
     )
 
 
-def gradient_ascent(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+def gradient_ascent(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
     """−(token mean cross-entropy): climb the loss (Jang et al., 2023)."""
-    return -forget.scores.cross_entropy
+    return -forget.cross_entropy
 
 
-def hinge(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+def hinge(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
     """mean_i max(0, (1/|y_i|)·log p_i − b): climbs the loss of each record until its answer is as improbable as b.
 
     Gradient ascent has no end; here a record stops pulling once its answer is improbable enough. It is flooding (Ishida
     et al., 2020) turned around: a ceiling for each record's log-probability in place of a floor for the loss.
     """
-    mean_log_probs = forget.scores.sequence_log_probs / forget.scores.lengths
-    return forget.scores.example_mean((mean_log_probs - constants.level).clamp(min=0))
+    mean_log_probs = forget.sequence_log_probs / forget.lengths
+    return forget.example_mean((mean_log_probs - constants.level).clamp(min=0))
 
 
-def npo(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+def npo(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
     """−(2/β)·mean_i log σ(−β·(log p_i − log p_ref,i)) (Zhang et al., 2024)."""
-    ratio = forget.scores.sequence_log_probs - _require_value(forget.frozen.log_probs)
-    return -(2 / constants.beta) * forget.scores.example_mean(logsigmoid(-constants.beta * ratio))
+    ratio = forget.sequence_log_probs - forget.reference
+    return -(2 / constants.beta) * forget.example_mean(logsigmoid(-constants.beta * ratio))
 
 
-def dpo(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+def dpo(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
     """−(2/β)·mean_i log σ(β·((log p_w − log p_ref,w) − (log p_l − log p_ref,l))) (Rafailov et al., 2023).
 
     w is the alternative answer, l the one to forget. With alternatives that the model itself gives, it is AltPO (Mekala
     et al., 2024); with refusals, IdkDPO.
     """
-    other = _require_value(alternate)
-    won = other.scores.sequence_log_probs - _require_value(other.frozen.log_probs)
-    lost = forget.scores.sequence_log_probs - _require_value(forget.frozen.log_probs)
-    return -(2 / constants.beta) * forget.scores.example_mean(logsigmoid(constants.beta * (won - lost)))
+    assert alternate is not None  # as ``Algorithm.alternate`` asks for them
+    won = alternate.sequence_log_probs - alternate.reference
+    lost = forget.sequence_log_probs - forget.reference
+    return -(2 / constants.beta) * forget.example_mean(logsigmoid(constants.beta * (won - lost)))
 
 
-def simnpo(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+def simnpo(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
     """−(2/β)·mean_i log σ(−(β/|y_i|)·log p_i − β·δ) (Fan et al., 2024)."""
-    mean_log_probs = forget.scores.sequence_log_probs / forget.scores.lengths
+    mean_log_probs = forget.sequence_log_probs / forget.lengths
     margin = -constants.beta * mean_log_probs - constants.beta * constants.simnpo_delta
-    return -(2 / constants.beta) * forget.scores.example_mean(logsigmoid(margin))
+    return -(2 / constants.beta) * forget.example_mean(logsigmoid(margin))
 
 
-def undial(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+def undial(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
     """Token mean cross-entropy between softmax(z_ref − β·onehot(y)) and the model (Dong et al., 2024)."""
 
     def losses(logits: torch.Tensor, targets: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
@@ -217,13 +196,10 @@ def undial(forget: TermInputs, alternate: TermInputs | None, constants: Constant
         lowered = reference.scatter(1, rows, reference.gather(1, rows) - constants.beta)
         return cross_entropy(logits, lowered.softmax(-1), reduction="none")
 
-    scores = forget.scores
-    return scores.token_mean(
-        scores.logits.per_token(losses, scores.targets, frozen=_require_value(forget.frozen.logits))
-    )
+    return forget.token_mean(forget.logits.per_token(losses, forget.targets, frozen=forget.reference))
 
 
-def ceu(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+def ceu(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
     """Token mean cross-entropy between the model's own prediction without the answer's token, softmax(z with z_y = −∞),
     detached, and the model (CE-U; Yang, 2025)."""
 
@@ -231,10 +207,10 @@ def ceu(forget: TermInputs, alternate: TermInputs | None, constants: Constants) 
         without = logits.detach().scatter(1, targets[:, None], float("-inf")).softmax(-1)
         return cross_entropy(logits, without, reduction="none")
 
-    return forget.scores.token_mean(forget.scores.logits.per_token(losses, forget.scores.targets))
+    return forget.token_mean(forget.logits.per_token(losses, forget.targets))
 
 
-def pdu(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+def pdu(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
     """Token mean of (max z − mean z)², which is 0 where all tokens are as probable (PDU; Entesari et al., 2025).
 
     The retain term is a constraint there: α is its multiplier, which each step changes.
@@ -243,58 +219,59 @@ def pdu(forget: TermInputs, alternate: TermInputs | None, constants: Constants) 
     def margins(logits: torch.Tensor) -> torch.Tensor:
         return (logits.amax(-1) - logits.mean(-1)).square()
 
-    return forget.scores.token_mean(forget.scores.logits.per_token(margins))
+    return forget.token_mean(forget.logits.per_token(margins))
 
 
-def satimp(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+def satimp(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
     """−(token mean of p^β₁·(1−p)^β₂·cross-entropy), the weights detached (Yang et al., 2025)."""
-    p = forget.scores.log_probs.detach().exp()
-    return forget.scores.token_mean(p**constants.beta1 * (1 - p) ** constants.beta2 * forget.scores.log_probs)
+    p = forget.log_probs.detach().exp()
+    return forget.token_mean(p**constants.beta1 * (1 - p) ** constants.beta2 * forget.log_probs)
 
 
-def wga(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+def wga(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
     """−(token mean of p^β·cross-entropy), the weights detached (Wang et al., 2025)."""
-    p = forget.scores.log_probs.detach().exp()
-    return forget.scores.token_mean(p**constants.beta * forget.scores.log_probs)
+    p = forget.log_probs.detach().exp()
+    return forget.token_mean(p**constants.beta * forget.log_probs)
 
 
-def rmu(forget: TermInputs, alternate: TermInputs | None, constants: Constants) -> torch.Tensor:
+def rmu(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
     """Token mean of ‖h − c·u‖²/width: steers a layer's hidden states to a random unit vector u (Li et al., 2024)."""
-    hidden = _wide(_require_value(forget.scores.hidden))
-    target = (constants.coefficient * _require_value(forget.frozen.direction)).to(hidden)
-    return forget.scores.token_mean(mse_loss(hidden, target.expand_as(hidden), reduction="none").mean(-1))
+    assert forget.hidden is not None  # as ``Algorithm.hidden`` asks for them
+    hidden = _wide(forget.hidden)
+    target = (constants.coefficient * forget.reference).to(hidden)
+    return forget.token_mean(mse_loss(hidden, target.expand_as(hidden), reduction="none").mean(-1))
 
 
-def retain_nll(retain: TermInputs) -> torch.Tensor:
+def retain_nll(retain: Scores) -> torch.Tensor:
     """Token mean cross-entropy."""
-    return retain.scores.cross_entropy
+    return retain.cross_entropy
 
 
-def retain_kl(retain: TermInputs) -> torch.Tensor:
+def retain_kl(retain: Scores) -> torch.Tensor:
     """Token mean of KL(p_ref ‖ p) over the vocabulary."""
 
     def divergence(logits: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
         reference = frozen.to(logits.dtype).log_softmax(-1)
         return kl_div(logits.log_softmax(-1), reference, reduction="none", log_target=True).sum(-1)
 
-    scores = retain.scores
-    return scores.token_mean(scores.logits.per_token(divergence, frozen=_require_value(retain.frozen.logits)))
+    return retain.token_mean(retain.logits.per_token(divergence, frozen=retain.reference))
 
 
-def retain_hidden(retain: TermInputs) -> torch.Tensor:
+def retain_hidden(retain: Scores) -> torch.Tensor:
     """Token mean of ‖h − h_ref‖²/width (RMU's own retain term)."""
-    hidden = _wide(_require_value(retain.scores.hidden))
-    return retain.scores.token_mean((hidden - _require_value(retain.frozen.hidden).to(hidden)).square().mean(-1))
+    assert retain.hidden is not None  # as ``Objective.reads_layer`` asks for them
+    hidden = _wide(retain.hidden)
+    return retain.token_mean((hidden - retain.reference.to(hidden)).square().mean(-1))
 
 
 @dataclass(frozen=True)
 class Algorithm:
     """An unlearning algorithm: loss = γ·forget + α·retain. With α = 0, no retain set is read."""
 
-    forget: Callable[[TermInputs, TermInputs | None, Constants], torch.Tensor]
+    forget: Callable[[Scores, Scores | None, Constants], torch.Tensor]
     constants: Constants
     constant_names: tuple[str, ...] = ()  # the constants that the forget term reads besides γ and α
-    reference_outputs: str | None = None  # the field of Frozen that the forget term needs of the frozen copy
+    reference_outputs: str | None = None  # the frozen copy's outputs that the forget term needs, ``Scores.reference``
     alternate: bool = False
     retain: str = "nll"
     hidden: bool = False
@@ -308,9 +285,9 @@ class Algorithm:
 
 
 class RetainTerm(NamedTuple):
-    """The function of a retain term, and what it needs of the frozen copy (a field of Frozen)."""
+    """The function of a retain term, and the frozen copy's outputs that it needs."""
 
-    term: Callable[[TermInputs], torch.Tensor]
+    term: Callable[[Scores], torch.Tensor]
     reference_outputs: str | None
 
 
@@ -390,7 +367,7 @@ class Objective:
     retain_loss: str
 
     @property
-    def retain(self) -> Callable[[TermInputs], torch.Tensor]:
+    def retain(self) -> Callable[[Scores], torch.Tensor]:
         """The retain term."""
         return RETAIN[self.retain_loss].term
 

@@ -22,7 +22,7 @@ from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import CheckpointWriter, TensorSpecs
 from mpu_cli.model.network import Head, Logits, input_of, output_of_layer, separate_head
 from mpu_cli.records.encode import Example, answer_tokens, pad
-from mpu_cli.training.losses import Frozen, Scores, locate_answers, score
+from mpu_cli.training.losses import Scores, locate_answers, score
 
 EMBEDDING_ROWS = 1 << 14  # of the embedding that are converted to float64 at a time
 FORMAT, VERSION = "mpu-reference", 1
@@ -35,7 +35,7 @@ DIGESTS = {
 
 @dataclass(frozen=True)
 class Reference:
-    """The frozen copy's outputs on one set of examples; ``reference_outputs`` is the field of Frozen that it provides.
+    """The frozen copy's outputs on one set of examples, those that ``reference_outputs`` names.
 
     Outputs stay on the CPU; ``on`` puts the head and the direction, which every batch uses, on a device.
     """
@@ -79,18 +79,14 @@ class Reference:
             return {"reference": torch.cat(states)}
         return {}
 
-    def frozen(self, batch: dict[str, torch.Tensor]) -> Frozen:
-        """The frozen copy's outputs for a batch made by ``collect``."""
+    def outputs(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | Logits | None:
+        """The frozen copy's outputs for a batch made by ``collect``, as ``Scores.reference`` has them."""
         if self.direction is not None:
-            return Frozen(direction=self.direction)
+            return self.direction
         value = batch.get("reference")
-        if value is None:
-            return Frozen()
-        if self.reference_outputs == "logits":
-            return Frozen(logits=Logits(value, self.head))
-        if self.reference_outputs == "log_probs":
-            return Frozen(log_probs=value)
-        return Frozen(hidden=value)
+        if value is not None and self.reference_outputs == "logits":
+            return Logits(value, self.head)
+        return value
 
 
 def forward(

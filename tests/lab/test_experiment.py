@@ -487,9 +487,7 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
     def test_a_loss_of_ones_own_reaches_jobs(self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """By PYTHONPATH; the result is the built-in term's."""
         (root / "own").mkdir()
-        (root / "own/losses.py").write_text(
-            "def climb(forget, _, constants):\n    return -forget.scores.cross_entropy\n"
-        )
+        (root / "own/losses.py").write_text("def climb(forget, _, constants):\n    return -forget.cross_entropy\n")
         (root / "grid.toml").write_text(self.GRID)
         monkeypatch.syspath_prepend(root / "own")  # this process's own, which has started already
         monkeypatch.setenv("PYTHONPATH", str(root / "own"), prepend=os.pathsep)

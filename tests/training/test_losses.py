@@ -15,9 +15,19 @@ from mpu_cli.measuring.scoring import Scorer
 from mpu_cli.model.network import Answers, Logits, separate_head
 from mpu_cli.records.encode import IGNORED, Encoding, pad
 from mpu_cli.records.read import read_records
-from mpu_cli.training.losses import ALGORITHMS, RETAIN, Frozen, TermInputs, score
+from mpu_cli.training.losses import ALGORITHMS, RETAIN, score
 from mpu_cli.training.reference import forward, freeze, steering_direction
 from tests.helpers.models import load, random_model, save, write_records
+
+
+def outputs_of(said, direction):
+    """All outputs of a frozen copy that a term may ask for, by their names."""
+    return {"log_probs": said.sequence_log_probs, "logits": said.logits, "hidden": said.hidden, "direction": direction}
+
+
+def asking(part, reference_outputs):
+    """``part``, which has all outputs of the frozen copy, with the ones that a term asks for."""
+    return replace(part, reference=part.reference.get(reference_outputs))
 
 
 class TestLosses:
@@ -39,16 +49,15 @@ class TestLosses:
             inputs = pad(encoding.encode(records))
             with torch.no_grad():
                 said = forward(frozen, inputs, layer=0)
-            scores = forward(model, inputs, layer=0)
             direction = torch.rand(said.hidden.shape[1], dtype=torch.float64)
-            parts[name] = TermInputs(scores, Frozen(said.sequence_log_probs, said.logits, said.hidden, direction))
+            parts[name] = replace(forward(model, inputs, layer=0), reference=outputs_of(said, direction))
         return parts
 
     @staticmethod
     def by_example(part):
         """Log-probabilities of each example's tokens, from the logits and the definition of softmax."""
-        rows = [[] for _ in part.scores.weights]
-        for logits, token, row in zip(part.scores.logits.whole(), part.scores.targets, part.scores.rows, strict=True):
+        rows = [[] for _ in part.weights]
+        for logits, token, row in zip(part.logits.whole(), part.targets, part.rows, strict=True):
             rows[row].append((logits[token] - logits.exp().sum().log()).item())
         return rows
 
@@ -56,15 +65,17 @@ class TestLosses:
         return replace(ALGORITHMS[name].constants, layer=0, **changes)
 
     def loss_of(self, name, batch, **changes):
-        loss = ALGORITHMS[name].forget(batch["forget"], batch["alternate"], self.settings(name, **changes))
+        asked = ALGORITHMS[name].reference_outputs
+        forget, other = asking(batch["forget"], asked), asking(batch["alternate"], asked)
+        loss = ALGORITHMS[name].forget(forget, other, self.settings(name, **changes))
         return float(loss.detach())
 
     def test_scores(self, batch):
         for part in batch.values():
             rows = self.by_example(part)
-            assert part.scores.log_probs.tolist() == pytest.approx([x for row in rows for x in row], abs=1e-12)
-            assert part.scores.sequence_log_probs.tolist() == pytest.approx([sum(row) for row in rows], abs=1e-12)
-            assert part.scores.lengths.tolist() == [len(row) for row in rows]
+            assert part.log_probs.tolist() == pytest.approx([x for row in rows for x in row], abs=1e-12)
+            assert part.sequence_log_probs.tolist() == pytest.approx([sum(row) for row in rows], abs=1e-12)
+            assert part.lengths.tolist() == [len(row) for row in rows]
 
     @pytest.mark.parametrize("name", ["gradascent", "graddiff"])
     def test_gradient_ascent(self, batch, name):
@@ -79,7 +90,7 @@ class TestLosses:
         terms = [
             self.log_sigmoid(-0.3 * (sum(row) - ref))
             for row, ref in zip(
-                self.by_example(batch["forget"]), batch["forget"].frozen.log_probs.tolist(), strict=True
+                self.by_example(batch["forget"]), batch["forget"].reference["log_probs"].tolist(), strict=True
             )
         ]
         assert self.loss_of("npo", batch, beta=0.3) == pytest.approx(-2 / 0.3 * sum(terms) / len(terms), abs=1e-10)
@@ -87,7 +98,8 @@ class TestLosses:
     def test_dpo(self, batch):
         ratios = {
             name: [
-                sum(row) - ref for row, ref in zip(self.by_example(part), part.frozen.log_probs.tolist(), strict=True)
+                sum(row) - ref
+                for row, ref in zip(self.by_example(part), part.reference["log_probs"].tolist(), strict=True)
             ]
             for name, part in batch.items()
         }
@@ -104,8 +116,8 @@ class TestLosses:
 
     def test_undial(self, batch):
         part, terms = batch["forget"], []
-        logits = part.scores.logits.whole(), part.frozen.logits.whole()
-        for z, z_ref, y in zip(*logits, part.scores.targets, strict=True):
+        logits = part.logits.whole(), part.reference["logits"].whole()
+        for z, z_ref, y in zip(*logits, part.targets, strict=True):
             lowered = [float(v) - 10 * (i == int(y)) for i, v in enumerate(z_ref)]
             total = sum(math.exp(v) for v in lowered)
             student = (z - z.exp().sum().log()).tolist()
@@ -113,7 +125,7 @@ class TestLosses:
         assert self.loss_of("undial", batch) == pytest.approx(sum(terms) / len(terms), abs=1e-10)
 
     def test_pdu(self, batch):
-        rows = batch["forget"].scores.logits.whole().tolist()
+        rows = batch["forget"].logits.whole().tolist()
         expected = sum((max(row) - sum(row) / len(row)) ** 2 for row in rows) / len(rows)
         assert self.loss_of("pdu", batch) == pytest.approx(expected, abs=1e-10)
 
@@ -128,40 +140,42 @@ class TestLosses:
         assert self.loss_of("wga", batch, beta=0.5) == pytest.approx(expected, abs=1e-10)
 
     def test_rmu(self, batch):
-        hidden = batch["forget"].scores.hidden.detach()
-        u = batch["forget"].frozen.direction
+        hidden = batch["forget"].hidden.detach()
+        u = batch["forget"].reference["direction"]
         expected = sum(float(((h - 2 * u) ** 2).sum()) / hidden.shape[1] for h in hidden) / len(hidden)
         assert self.loss_of("rmu", batch) == pytest.approx(expected, abs=1e-10)
 
     def test_retain_terms(self, batch):
         part = batch["retain"]
         tokens = [x for row in self.by_example(part) for x in row]
-        assert float(RETAIN["nll"][0](part).detach()) == pytest.approx(-sum(tokens) / len(tokens), abs=1e-10)
+        assert float(RETAIN["nll"].term(part).detach()) == pytest.approx(-sum(tokens) / len(tokens), abs=1e-10)
         divergence = 0.0
-        for z, z_ref in zip(part.scores.logits.whole().detach(), part.frozen.logits.whole(), strict=True):
+        for z, z_ref in zip(part.logits.whole().detach(), part.reference["logits"].whole(), strict=True):
             p, q = z_ref.exp() / z_ref.exp().sum(), z.exp() / z.exp().sum()
             divergence += float((p * (p / q).log()).sum()) / len(tokens)
-        assert float(RETAIN["kl"][0](part).detach()) == pytest.approx(divergence, abs=1e-10)
-        away = (part.scores.hidden.detach() - part.frozen.hidden).square()
+        assert float(RETAIN["kl"].term(asking(part, "logits")).detach()) == pytest.approx(divergence, abs=1e-10)
+        away = (part.hidden.detach() - part.reference["hidden"]).square()
         expected = float(away.sum()) / len(tokens) / away.shape[1]
-        assert float(RETAIN["hidden"][0](part).detach()) == pytest.approx(expected, abs=1e-10)
+        assert float(RETAIN["hidden"].term(asking(part, "hidden")).detach()) == pytest.approx(expected, abs=1e-10)
 
     @pytest.mark.parametrize("name", ALGORITHMS)
     def test_gradients_by_finite_differences(self, name):
         torch.manual_seed(0)
         logits, hidden = (torch.randn(2, 5, n, dtype=torch.float64, requires_grad=True) for n in (7, 4))
         labels = torch.tensor([[IGNORED, 1, 2, 3, IGNORED], [IGNORED, IGNORED, 4, 0, 6]])
-        frozen = Frozen(
-            torch.tensor([-4.0, -6.0], dtype=torch.float64), Logits(torch.randn(6, 7, dtype=torch.float64)),
-            direction=torch.rand(4, dtype=torch.float64),
-        )  # fmt: skip
-        other = TermInputs(score(torch.randn(2, 5, 7, dtype=torch.float64), labels), frozen)
+        outputs = {
+            "log_probs": torch.tensor([-4.0, -6.0], dtype=torch.float64),
+            "logits": Logits(torch.randn(6, 7, dtype=torch.float64)),
+            "direction": torch.rand(4, dtype=torch.float64),
+        }
+        reference = outputs.get(ALGORITHMS[name].reference_outputs)
+        other = score(torch.randn(2, 5, 7, dtype=torch.float64), labels, reference=reference)
         detached = {"satimp", "wga"}  # their weights are detached constants, which finite differences cannot see
         if name == "ceu":
             pytest.skip("its target is detached: test_the_target_of_ceu_is_detached")
 
         def loss(logits, hidden):
-            part = TermInputs(score(logits, labels, hidden=hidden), frozen)
+            part = score(logits, labels, hidden=hidden, reference=reference)
             settings = self.settings(name, **({"beta": 0, "beta1": 0, "beta2": 0} if name in detached else {}))
             return ALGORITHMS[name].forget(part, other, settings)
 
@@ -174,7 +188,7 @@ class TestLosses:
         logits = torch.randn(1, 4, 7, dtype=torch.float64, requires_grad=True)
         scores = score(logits, torch.tensor([[IGNORED, 1, 2, 3]]))
         s = self.settings(name)
-        ALGORITHMS[name].forget(TermInputs(scores, Frozen()), None, s).backward(retain_graph=True)
+        ALGORITHMS[name].forget(scores, None, s).backward(retain_graph=True)
         gradient, logits.grad = logits.grad, None
         p = scores.log_probs.detach().exp()
         weights = p**s.beta1 * (1 - p) ** s.beta2 if name == "satimp" else p**s.beta
@@ -186,7 +200,7 @@ class TestLosses:
         torch.manual_seed(0)
         logits = torch.randn(1, 4, 7, dtype=torch.float64, requires_grad=True)
         labels = torch.tensor([[IGNORED, 1, 2, 3]])
-        ALGORITHMS["ceu"].forget(TermInputs(score(logits, labels), Frozen()), None, self.settings("ceu")).backward()
+        ALGORITHMS["ceu"].forget(score(logits, labels), None, self.settings("ceu")).backward()
         p = logits.detach()[0, :3].softmax(-1)
         q = p.clone()
         q[range(3), labels[0, 1:]] = 0
@@ -202,7 +216,7 @@ class TestLosses:
         labels = torch.tensor([[IGNORED, 1, 2], [IGNORED, 3, 4]])
         scores = score(logits, labels)
         level = float(scores.log_probs[0].detach()) - 1
-        loss = ALGORITHMS["hinge"].forget(TermInputs(scores, Frozen()), None, self.settings("hinge", level=level))
+        loss = ALGORITHMS["hinge"].forget(scores, None, self.settings("hinge", level=level))
         assert float(loss) == pytest.approx(1 / 2)
         loss.backward()
         assert logits.grad[0].abs().sum() > 0
@@ -216,15 +230,15 @@ class TestChunksOfLogits:
     def parts(model, frozen, tokenizer, folder, apart):
         records = read_records(write_records(folder / "records", 5, 1))
         sets = {"forget": records, "alternate": [replace(r, answer="w9 w8 w7") for r in records], "retain": records}
-        term_inputs = {}
+        parts = {}
         for name, set_records in sets.items():
             inputs = pad(Encoding(tokenizer, system_prompt="").encode(set_records))
             with torch.no_grad():
                 said = forward(frozen, inputs, layer=0, head=separate_head(frozen) if apart else None)
             scores = forward(model, inputs, layer=0, head=separate_head(model) if apart else None)
             direction = torch.ones(said.hidden.shape[1], dtype=torch.float64)
-            term_inputs[name] = TermInputs(scores, Frozen(said.sequence_log_probs, said.logits, said.hidden, direction))
-        return term_inputs
+            parts[name] = replace(scores, reference=outputs_of(said, direction))
+        return parts
 
     @pytest.mark.slow
     @pytest.mark.parametrize("family", ["llama", pytest.param("gpt2", marks=pytest.mark.exhaustive)])
@@ -237,11 +251,14 @@ class TestChunksOfLogits:
         def gradients(apart):
             part = self.parts(model, frozen, tokenizer, tmp_path, apart)
             if term in RETAIN:
-                loss = RETAIN[term][0](part["retain"])
+                loss = RETAIN[term].term(asking(part["retain"], RETAIN[term].reference_outputs))
             else:
                 # so that none vanishes
                 constants = replace(ALGORITHMS[term].constants, layer=0, beta=0.5, beta1=0.5, level=-99.0)
-                loss = ALGORITHMS[term].forget(part["forget"], part["alternate"], constants)
+                forget, other = (
+                    asking(part[name], ALGORITHMS[term].reference_outputs) for name in ("forget", "alternate")
+                )
+                loss = ALGORITHMS[term].forget(forget, other, constants)
             grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
             return [loss.detach(), *(torch.zeros(()) if gradient is None else gradient for gradient in grads)]
 
@@ -271,12 +288,14 @@ class TestChunksOfLogits:
             monkeypatch.setattr("mpu_cli.model.network.CHUNK", chunk * vocabulary)
         with Rows():
             part = self.parts(model, model, tokenizer, tmp_path, apart=True)["forget"]
-            loss = RETAIN[terms][0] if terms in RETAIN else ALGORITHMS[terms].forget
-            value = loss(part) if terms in RETAIN else loss(part, None, ALGORITHMS[terms].constants)
-            value.backward()
+            if terms in RETAIN:
+                RETAIN[terms].term(asking(part, RETAIN[terms].reference_outputs)).backward()
+            else:
+                algorithm = ALGORITHMS[terms]
+                algorithm.forget(asking(part, algorithm.reference_outputs), None, algorithm.constants).backward()
             items = [Item(tuple(range(3, 12)), 4, (3, 4, 5, 6), ""), Item(tuple(range(20, 29)), 2, (20, 21), "")]
             Scorer(model).score(items, batch_size=2, moments=True)
-        tokens, transposed_head = len(part.scores.targets), model.config.hidden_size
+        tokens, transposed_head = len(part.targets), model.config.hidden_size
         assert 10 < tokens < transposed_head
         most = max(count for count in rows if count != transposed_head)
         if chunk:  # or the four of the test for a head, or one of each of the five records
@@ -310,7 +329,7 @@ class TestFrozen:
             said = forward(fresh, pad([examples[i] for i in numbers]), layer=0)
         outputs = {"log_probs": said.sequence_log_probs, "logits": said.logits.whole(), "hidden": said.hidden}
         expected = outputs[reference_outputs]
-        actual = getattr(reference.frozen(reference.collect(numbers, like=[0])), reference_outputs)
+        actual = reference.outputs(reference.collect(numbers, like=[0]))
         actual = actual.whole() if reference_outputs == "logits" else actual
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
         loss = Answers(examples[:5]).loss(fresh)

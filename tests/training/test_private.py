@@ -34,7 +34,7 @@ from mpu_cli.training.checks import plan_privately
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.ledger import LedgerEntry, Mechanism, read_ledger, write_down
 from mpu_cli.training.loop import ExampleSet
-from mpu_cli.training.losses import ALGORITHMS, Objective, TermInputs, objective_of
+from mpu_cli.training.losses import ALGORITHMS, Objective, objective_of
 from mpu_cli.training.reference import Reference, forward, freeze
 from tests.helpers.attacks import TRAINING, WORD, write_records_with
 from tests.helpers.models import load, random_model, save, write_records
@@ -81,8 +81,9 @@ def test_a_step_is_the_mean_of_clipped_gradients(tmp_path, family, algorithm, no
             model.zero_grad()
             scores = forward(model, pad([example]))
             if name == "forget":
-                frozen = data.reference.frozen(data.reference.collect([number], like=[number]))
-                loss = constants.gamma * ALGORITHMS[algorithm].forget(TermInputs(scores, frozen), None, constants)
+                reference = data.reference.outputs(data.reference.collect([number], like=[number]))
+                scores = replace(scores, reference=reference)
+                loss = constants.gamma * ALGORITHMS[algorithm].forget(scores, None, constants)
             else:
                 loss = constants.alpha * scores.cross_entropy
             loss.backward()

@@ -220,10 +220,10 @@ def test_an_algorithm_of_ones_own(
     """A function in a module gives the delta that the built-in term gives; the delta does not name the module, the
     server accepts it, and no bound is claimed for it."""
     (tmp_path / "ascent_of_mine.py").write_text(
-        "def climb(forget, alternate, constants):\n    return -forget.scores.cross_entropy\n"
-        "def two(forget, alternate):\n    return -forget.scores.cross_entropy\n"
+        "def climb(forget, alternate, constants):\n    return -forget.cross_entropy\n"
+        "def two(forget, alternate):\n    return -forget.cross_entropy\n"
         "def number(forget, alternate, constants):\n    return 1.0\n"
-        "def each(forget, alternate, constants):\n    return forget.scores.log_probs\n"
+        "def each(forget, alternate, constants):\n    return forget.log_probs\n"
         "def leaves(forget, alternate, constants):\n    raise SystemExit\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
