@@ -56,9 +56,9 @@ def test_freed_memory_is_kept_or_returned(kind: str) -> None:
 def test_computing_with_a_model_returns_memory_if_it_is_large(kind: str) -> None:
     """A step of training, scores, and norms of gradients."""
     script = """
-from mpu_cli.training.reference import Reference
+from mpu_cli.training.reference import ExampleSet
 from mpu_cli.training.losses import ALGORITHMS, Objective
-from mpu_cli.training.loop import ExampleSet, TrainingStep
+from mpu_cli.training.loop import TrainingStep
 from mpu_cli.training.loop import train
 from mpu_cli.measuring.metrics import gradient_norms
 from mpu_cli.measuring.encoding import Item
@@ -73,7 +73,7 @@ items = [Item(tuple(each.ids), 2, tuple(each.ids[:2]), "") for each in examples]
 model, algorithm = random_model("llama"), ALGORITHMS["gradascent"]
 
 def train_once():
-    sets = {"forget": ExampleSet(examples, Reference())}
+    sets = {"forget": ExampleSet(examples)}
     objective = Objective(algorithm, algorithm.constants, "nll")
     train(model, [TrainingStep([0, 1], [])], sets, objective, Training(lr=1e-5), on_step=lambda *_: None)
 

@@ -27,10 +27,10 @@ from mpu_cli.records.forms import Record
 from mpu_cli.subprocesses import process_count
 from mpu_cli.training.checks import PRECISIONS, check_training
 from mpu_cli.training.execution import computing_in, in_precision
-from mpu_cli.training.loop import NO_LOGGING, ExampleSet, Losses, schedule, seed_training, train
+from mpu_cli.training.loop import NO_LOGGING, Losses, schedule, seed_training, train
 from mpu_cli.training.losses import Algorithm, Constants, Objective
 from mpu_cli.training.rates import with_finetuning_rate, with_precision
-from mpu_cli.training.reference import Reference
+from mpu_cli.training.reference import ExampleSet
 from mpu_cli.training.unlearn import ADVICE
 
 # Learning records means descending the loss that gradient ascent climbs.
@@ -54,7 +54,7 @@ def memorise(
     if not examples:
         raise MpuError("no record has two tokens or more, so there is nothing to learn from")
     steps = schedule(len(examples), 0, epochs=epochs, batch_size=training.batch_size, seed=training.seed)
-    sets = {"forget": ExampleSet(examples, Reference())}
+    sets = {"forget": ExampleSet(examples)}
     training = with_finetuning_rate(training, sum(p.numel() for p in model.parameters() if p.requires_grad))
     train(model, steps, sets, MEMORISE, training, logging=logging, on_step=on_step, warn=warn)
 

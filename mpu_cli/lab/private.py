@@ -28,9 +28,10 @@ from mpu_cli.model.network import Head, input_of, separate_head
 from mpu_cli.options.unlearning import Privacy, Training
 from mpu_cli.records.encode import IGNORED, Example, pad
 from mpu_cli.training.ledger import Mechanism
-from mpu_cli.training.loop import ExampleSet, Losses, outside_layers
+from mpu_cli.training.loop import Losses, outside_layers
 from mpu_cli.training.losses import ALGORITHMS, Objective, score
 from mpu_cli.training.optimizers import make_optimizer
+from mpu_cli.training.reference import ExampleSet
 
 NOISE_CHUNK = 1 << 20  # weights that get their noise at once
 
@@ -309,9 +310,10 @@ def _loss(
     loss = read.sum() * 0.0
     constants = objective.constants
     for i, (name, number) in enumerate(places):
-        reference = sets[name].reference
-        outputs = {key: value.to(device) for key, value in reference.collect([number], like=[number]).items()}
-        scores = score(read[i : i + 1], batch["labels"][i : i + 1], head=head, reference=reference.outputs(outputs))
+        example_set = sets[name]
+        outputs = {key: value.to(device) for key, value in example_set.collect([number], like=[number]).items()}
+        reference = example_set.reference(outputs)
+        scores = score(read[i : i + 1], batch["labels"][i : i + 1], head=head, reference=reference)
         forget = name == "forget"
         term = objective.algorithm.forget(scores, None, constants) if forget else objective.retain(scores)
         loss = loss + (constants.gamma if forget else constants.alpha) * term

@@ -129,8 +129,7 @@ def training_cost(
     options = with_epochs(options, len(data.forget))
     bare, epochs = skeleton(copy), epochs_of(options)
     specs = stored_specs(change_of(options, bare, copy.checkpoint, torch.float32), bare, options)
-    encoded, _ = encoded_sets(bare, tokenizer_of(copy), data, options)
-    sets = {name: examples for name, (examples, _) in encoded.items()}
+    sets, _ = encoded_sets(bare, tokenizer_of(copy), data, options)
     training = options.training
     steps = schedule(
         len(sets["forget"]), len(sets.get("retain", ())), epochs=epochs, batch_size=training.batch_size,

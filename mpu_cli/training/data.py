@@ -152,9 +152,6 @@ def _lines(path: Path) -> tuple[str, ...]:
 
 # The records of a training as tokens.
 
-# For each set, its examples and what its loss needs from the frozen copy.
-Encoded = dict[str, tuple[list[Example], str | None]]
-
 
 def sets_of(data: Dataset, objective: Objective) -> dict[str, Sequence[Record]]:
     """The sets that the algorithm reads."""
@@ -173,30 +170,24 @@ def encoded_sets(
     options: Unlearning,
     *,
     observer: Observer = SILENT,
-) -> tuple[Encoded, dict[str, list[int]]]:
-    """The sets that the algorithm reads, as tokens, and the numbers of the records that have some.
+) -> tuple[dict[str, list[Example]], dict[str, list[int]]]:
+    """The examples of the sets that the algorithm reads, and the numbers of the records that have some.
 
     Those are all of them, except under DP-SGD: there, a record that the tokenizer or its template rejects is left out,
     because a failure would tell the model's owner that it is there.
     """
-    objective = objective_of(options.algo, options.loss)
-    algorithm = objective.algorithm
     private = options.privacy.dp_epsilon is not None
     # A longer record would change what the model computes of the others in its batch.
     limits, prompts = limits_of(model, independent=private), options.prompts
     encoding = encoding_of(tokenizer, prompts, prompts.template, limits)
-    encoded: Encoded = {}
+    encoded: dict[str, list[Example]] = {}
     record_numbers: dict[str, list[int]] = {}
-    records = sets_of(data, objective)
+    records = sets_of(data, objective_of(options.algo, options.loss))
     for name, set_records in data.sets.items():
         if name not in (*records, "retain") and set_records:  # scored on the way, and not trained on
             records[name] = set_records
-    reference_outputs_of = {
-        "forget": algorithm.reference_outputs, "alternate": algorithm.reference_outputs,
-        "retain": objective.retain_outputs,
-    }  # fmt: skip
     for name, set_records in records.items():
-        together: list[Example] = []
+        encoded[name] = []
         record_numbers[name] = []
         problems = []
         for number, examples in enumerate(encoding.encode_each(set_records)):
@@ -205,7 +196,7 @@ def encoded_sets(
                     f"{set_records[number].location}: {len(examples)} examples, where --dp epsilon takes one a record"
                 )
             if not isinstance(examples, MpuError):
-                together += examples
+                encoded[name] += examples
                 record_numbers[name].append(number)
             elif private:
                 problems.append(examples.problem)
@@ -215,11 +206,10 @@ def encoded_sets(
             observer.warn(
                 f"{len(problems)} of {len(set_records)} records of the {name} set are left out: {problems[0]}"
             )
-        if not together and not private:
+        if not encoded[name] and not private:
             raise MpuError(f"the {name} set has no record of two tokens or more, so there is nothing to learn from")
-        if not together:  # to stop here would tell that each record was rejected: noise alone is trained on
-            together = [Example([0, 0], [0, 0], 2)]
-        encoded[name] = together, reference_outputs_of.get(name)
+        if not encoded[name]:  # to stop here would tell that each record was rejected: noise alone is trained on
+            encoded[name] = [Example([0, 0], [0, 0], 2)]
     for remark in encoding.remarks(sum(map(len, records.values()))):
         observer.warn(remark)
     return encoded, record_numbers

@@ -49,7 +49,7 @@ from mpu_cli.training.execution import (
 from mpu_cli.training.losses import Objective, Scores, locate_answers
 from mpu_cli.training.optimizers import make_optimizer
 from mpu_cli.training.rates import records_at_once, remarks_on_warmup
-from mpu_cli.training.reference import Reference, forward, length_of_answers
+from mpu_cli.training.reference import ExampleSet, forward, length_of_answers
 from mpu_cli.wording import counted
 
 
@@ -74,14 +74,6 @@ class TrainingStep:
 
     forget: list[int]
     retain: list[int]
-
-
-@dataclass(frozen=True)
-class ExampleSet:
-    """Examples and the frozen copy's outputs on them."""
-
-    examples: Sequence[Example]
-    reference: Reference
 
 
 def schedule(
@@ -181,7 +173,7 @@ class MicroBatches(Dataset):
                     "weights": torch.full((len(examples),), 0.0 if is_filler else 1.0),
                     "step_tokens": sum(answer_tokens(data.examples[i]) for i in numbers),
                     "step_examples": len(numbers),
-                    **data.reference.collect(mine, like=numbers[:1]),
+                    **data.collect(mine, like=numbers[:1]),
                 }
         padded = pad(rows)
         if not chosen:
@@ -210,12 +202,12 @@ class UnlearningTrainer(Trainer):
     loss_is_scaled_for_ga = True  # every part is normalised by its whole step
 
     def __init__(
-        self, *, objective: Objective, references: Mapping[str, Reference], training: Training,
+        self, *, objective: Objective, sets: Mapping[str, ExampleSet], training: Training,
         head: Head | None, on_step: Callable[[Losses], None], warn: Callable[[str], None], **kwargs: object,
     ):  # fmt: skip
         super().__init__(**kwargs)
         self._head, self._own_head = head, self.model.get_output_embeddings()
-        self._objective, self._references, self._training = objective, references, training
+        self._objective, self._sets, self._training = objective, sets, training
         self._on_step, self._warn = on_step, warn
         self._sums: dict[str, torch.Tensor] = {}
         self._last_sums: dict[str, float] = {}  # terms of the last step
@@ -322,8 +314,7 @@ class UnlearningTrainer(Trainer):
         for name, part in inputs["sets"].items():
             counts = {key: part[key] for key in ("weights", "step_tokens", "step_examples")}
             rows, tokens = slice(row, row + part["rows"]), slice(token, token + part["tokens"])
-            reference = self._references[name].outputs(part)
-            scores_of[name] = scores.part(tokens, rows, **counts, reference=reference)
+            scores_of[name] = scores.part(tokens, rows, **counts, reference=self._sets[name].reference(part))
             row, token = rows.stop, tokens.stop
         return scores_of
 
@@ -340,7 +331,7 @@ class UnlearningTrainer(Trainer):
     def _report(self) -> None:
         names = ["loss"]
         for term in SETS_OF_TERM:
-            if term in self._references:
+            if term in self._sets:
                 names += [f"{term}_term", term]
         zero = torch.zeros_like(self._sums["loss"])  # of a set that this process had no records of
         of_all = self.accelerator.reduce(torch.stack([self._sums.get(name, zero) for name in names]), "sum")
@@ -521,7 +512,7 @@ def train(
             train_dataset=MicroBatches(steps, sets, passes, accumulation * arguments.world_size),
             data_collator=the_one_item,
             objective=objective,
-            references={name: data.reference for name, data in sets.items()},
+            sets=sets,
             training=training,
             head=whole_head(model) if sharded else separate_head(model),  # a whole copy if the weights are split
             on_step=record,

@@ -376,6 +376,12 @@ class Objective:
         """The outputs of the frozen copy that the retain term needs."""
         return RETAIN[self.retain_loss].reference_outputs
 
+    def reference_outputs(self, name: str) -> str | None:
+        """The outputs of the frozen copy that the loss needs on the set ``name``."""
+        if name in ("forget", "alternate"):
+            return self.algorithm.reference_outputs
+        return self.retain_outputs if name == "retain" else None
+
     def reads_layer(self, term: str) -> bool:
         """Whether a term reads the output of a layer only, and nothing above it."""
         return self.retain_outputs == "hidden" if term == "retain" else self.algorithm.hidden

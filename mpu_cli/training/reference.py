@@ -34,53 +34,53 @@ DIGESTS = {
 
 
 @dataclass(frozen=True)
-class Reference:
-    """The frozen copy's outputs on one set of examples, those that ``reference_outputs`` names.
+class ExampleSet:
+    """The examples of one set, and the outputs of the frozen copy on them that its term asks for.
 
     Outputs stay on the CPU; ``on`` puts the head and the direction, which every batch uses, on a device.
     """
 
+    examples: Sequence[Example]
     reference_outputs: str | None = None
-    log_probs: torch.Tensor | None = None  # (examples,)
-    states: Sequence[torch.Tensor] = ()  # for each example (tokens, width)
-    head: torch.nn.Module | None = None
+    outputs: Sequence[torch.Tensor] = ()  # of each example: its log-probability, (1,), or states, (tokens, width)
+    head: torch.nn.Module | None = None  # makes logits of the states
     direction: torch.Tensor | None = None  # (width,)
 
-    def on(self, device: torch.device) -> Reference:
+    def on(self, device: torch.device) -> ExampleSet:
         """This, with what every batch uses on ``device``."""
         head = None if self.head is None else self.head.to(device)
         direction = None if self.direction is None else self.direction.to(device)
         return replace(self, head=head, direction=direction)
 
-    def loss(self, examples: Sequence[Example]) -> float | None:
-        """The frozen copy's mean −log p per token of the answers of ``examples``, the first of this set, in nats; None
-        if its outputs do not say."""
-        if self.states and self.reference_outputs == "logits" and self.head is not None:
-            batch = pad(examples)
-            targets = locate_answers(batch["labels"])["targets"]
-            states = torch.cat(list(self.states[: len(examples)]))
+    def reference_loss(self, count: int) -> float | None:
+        """The frozen copy's mean −log p per token of the first ``count`` answers, in nats; None if its outputs do not
+        say."""
+        examples, outputs = self.examples[:count], self.outputs[:count]
+        if self.reference_outputs == "logits" and self.head is not None:
+            targets = locate_answers(pad(examples)["labels"])["targets"]
             place = next(self.head.parameters())
-            log_probs = Logits(states.to(place), self.head).log_probs(targets.to(place.device))
-            return -float(log_probs.double().sum()) / max(1, len(targets))
-        if self.log_probs is not None:
-            tokens = sum(map(answer_tokens, examples))
-            return -float(self.log_probs[: len(examples)].double().sum()) / max(1, tokens)
-        return None
+            log_probs = Logits(torch.cat(list(outputs)).to(place), self.head).log_probs(targets.to(place.device))
+        elif self.reference_outputs == "log_probs":
+            log_probs = torch.cat(list(outputs))
+        else:
+            return None
+        return -float(log_probs.double().sum()) / max(1, sum(map(answer_tokens, examples)))
 
     def collect(self, numbers: Sequence[int], like: Sequence[int]) -> dict[str, torch.Tensor]:
         """The outputs for a batch of the examples ``numbers``, as tensors that the trainer moves to the device.
 
         If ``numbers`` is empty, the batch holds one example of ``like``, without labels.
         """
-        if self.log_probs is not None:
-            return {"reference": self.log_probs[list(numbers or like)]}
-        if self.states:
-            states = [self.states[i] for i in numbers] or [self.states[like[0]][:0]]  # no rows, of the same width
-            return {"reference": torch.cat(states)}
-        return {}
+        if not self.outputs:
+            return {}
+        outputs = [self.outputs[i] for i in numbers]
+        if not outputs:
+            filler = self.outputs[like[0]]
+            outputs = [filler if self.reference_outputs == "log_probs" else filler[:0]]  # no rows, of the same width
+        return {"reference": torch.cat(outputs)}
 
-    def outputs(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | Logits | None:
-        """The frozen copy's outputs for a batch made by ``collect``, as ``Scores.reference`` has them."""
+    def reference(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | Logits | None:
+        """The frozen copy's outputs for a batch made by ``collect``, as ``Scores`` has them."""
         if self.direction is not None:
             return self.direction
         value = batch.get("reference")
@@ -136,13 +136,13 @@ def freeze(
     layer: int,
     batch_size: int,
     seed: int = 0,
-) -> Reference:
-    """Compute ``reference_outputs`` from ``model`` as it is now: "log_probs", "logits", "hidden" of ``layer``, a
-    "direction" drawn with ``seed``, or nothing (None)."""
+) -> ExampleSet:
+    """``examples`` with ``reference_outputs`` of ``model`` as it is now: "log_probs", "logits", "hidden" of ``layer``,
+    a "direction" drawn with ``seed``, or nothing (None)."""
     if reference_outputs is None:
-        return Reference()
+        return ExampleSet(examples)
     if reference_outputs == "direction":
-        return Reference(reference_outputs, direction=steering_direction(model, seed).cpu())
+        return ExampleSet(examples, reference_outputs, direction=steering_direction(model, seed).cpu())
     model.eval()
     by_length = sorted(range(len(examples)), key=lambda number: len(examples[number].ids))
     outputs: list[torch.Tensor] = [torch.empty(0)] * len(examples)
@@ -162,22 +162,18 @@ def freeze(
             of_batch = states.split(torch.bincount(scores.rows, minlength=len(numbers)).tolist())
         for number, output in zip(numbers, of_batch, strict=True):
             outputs[number] = output.cpu()
-    if reference_outputs == "log_probs":
-        return Reference(reference_outputs, torch.cat(outputs))
-    return Reference(reference_outputs, states=outputs, head=frozen_head)
+    return ExampleSet(examples, reference_outputs, outputs, frozen_head)
 
 
-def save_references(path: Path, references: Mapping[str, Reference], facts: Mapping[str, object]) -> None:
+def save_references(path: Path, sets: Mapping[str, ExampleSet], facts: Mapping[str, object]) -> None:
     """Write the frozen copy's outputs on each set to ``path``, with ``facts`` that identify the copy and records."""
     tensors: dict[str, torch.Tensor] = {}
-    for name, reference in references.items():
-        if reference.log_probs is not None:
-            tensors[f"{name}.log_probs"] = reference.log_probs
-        if reference.states:
-            tensors[f"{name}.states"] = torch.cat(list(reference.states))
-            tensors[f"{name}.lengths"] = torch.tensor([float(len(state)) for state in reference.states])
-        if isinstance(reference.head, torch.nn.Linear):
-            tensors |= {f"{name}.head.{key}": value for key, value in reference.head.state_dict().items()}
+    for name, example_set in sets.items():
+        if example_set.outputs:
+            tensors[f"{name}.outputs"] = torch.cat(list(example_set.outputs))
+            tensors[f"{name}.lengths"] = torch.tensor([float(len(output)) for output in example_set.outputs])
+        if isinstance(example_set.head, torch.nn.Linear):
+            tensors |= {f"{name}.head.{key}": value for key, value in example_set.head.state_dict().items()}
     specs: TensorSpecs = {name: (NAME[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
     metadata = as_metadata({"format": FORMAT, "version": VERSION, **facts})
     with Transaction() as transaction, CheckpointWriter(transaction.add(path), specs, metadata) as writer:
@@ -186,9 +182,12 @@ def save_references(path: Path, references: Mapping[str, Reference], facts: Mapp
 
 
 def load_references(
-    path: Path, reference_outputs: Mapping[str, str | None], facts: Mapping[str, object]
-) -> dict[str, Reference]:
-    """Read what ``save_references`` wrote, for sets that need ``reference_outputs``.
+    path: Path,
+    examples: Mapping[str, Sequence[Example]],
+    reference_outputs: Mapping[str, str | None],
+    facts: Mapping[str, object],
+) -> dict[str, ExampleSet]:
+    """The ``examples`` of each set with ``reference_outputs`` that ``save_references`` wrote.
 
     Raises MpuError if the file is invalid or its facts differ: it would steer towards a different model or records.
     """
@@ -206,17 +205,17 @@ def load_references(
             f"{path}: does not match this training in {reasons}",
             "use the file that round 1 wrote for this copy",
         )
-    references = {}
-    for name, output_kind in reference_outputs.items():
+    sets = {}
+    for name, set_examples in examples.items():
         tensors = {
             key.removeprefix(f"{name}."): checkpoint.tensor(key).clone()
             for key in checkpoint.tensors
             if key.startswith(f"{name}.")
         }
-        states: Sequence[torch.Tensor] = ()
+        outputs: Sequence[torch.Tensor] = ()
         head: torch.nn.Module | None = None
-        if "states" in tensors:
-            states = tensors["states"].split([int(n) for n in tensors["lengths"].tolist()])
+        if "outputs" in tensors:
+            outputs = tensors["outputs"].split([int(n) for n in tensors["lengths"].tolist()])
         if "head.weight" in tensors:
             weight = tensors["head.weight"]
             width, vocabulary = weight.T.shape
@@ -224,8 +223,8 @@ def load_references(
             of_head = {key.removeprefix("head."): value for key, value in tensors.items() if key.startswith("head.")}
             head.load_state_dict(of_head)
             head.requires_grad_(False)
-        references[name] = Reference(output_kind, tensors.get("log_probs"), states, head)
-    return references
+        sets[name] = ExampleSet(set_examples, reference_outputs[name], outputs, head)
+    return sets
 
 
 @torch.no_grad()

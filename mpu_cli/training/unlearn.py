@@ -49,7 +49,7 @@ from mpu_cli.training.checks import (
     without_numbers,
 )
 from mpu_cli.training.copycheck import against_others, against_public, refuse, traps
-from mpu_cli.training.data import Dataset, Encoded, encoded_sets, record_tags, records_digest
+from mpu_cli.training.data import Dataset, encoded_sets, record_tags, records_digest
 from mpu_cli.training.delta import change_of, stored_specs, training_tag, write_changes
 from mpu_cli.training.execution import Checkpoints, computing_in, from_first, in_precision, step_of
 from mpu_cli.training.ledger import (
@@ -62,10 +62,10 @@ from mpu_cli.training.ledger import (
     write_losses,
     write_round_schedule,
 )
-from mpu_cli.training.loop import NO_LOGGING, ExampleSet, Losses, TrainingStep, schedule, seed_training, train
+from mpu_cli.training.loop import NO_LOGGING, Losses, TrainingStep, schedule, seed_training, train
 from mpu_cli.training.losses import ALGORITHMS
 from mpu_cli.training.rates import scored_at_once, with_epochs, with_precision, with_rate
-from mpu_cli.training.reference import Reference, freeze, load_references, save_references
+from mpu_cli.training.reference import ExampleSet, freeze, load_references, save_references
 from mpu_cli.training.requests import Continuation
 from mpu_cli.training.stopping import EarlyStopping, Scorer, StepScores, StoppingRule, pulling_level, spread
 from mpu_cli.wording import counted
@@ -176,10 +176,9 @@ def measure(
     scores = Answers(spread(sets["forget"].examples), size).scores(model)
     retain_loss = None
     if "retain" in sets:
-        retain = sets["retain"].examples[: len(scores)]
-        retain_loss = sets["retain"].reference.loss(retain) if is_frozen else None
+        retain_loss = sets["retain"].reference_loss(len(scores)) if is_frozen else None
         if retain_loss is None:
-            retain_loss = Answers(retain, size).loss(model)
+            retain_loss = Answers(sets["retain"].examples[: len(scores)], size).loss(model)
     model.train(training)
     return Measured(AnswerScore.of_all(scores).per_token, retain_loss), [score.probability for score in scores]
 
@@ -235,9 +234,9 @@ class UnlearningTask:
         ):
             model, tokenizer = self._load(transaction)  # in no attribute, which would keep them after the training
             entry, earlier = self._register()  # before any record meets the model: what fails on one tells about it
-            encoded, record_numbers = encoded_sets(model, tokenizer, self.data, self.options, observer=self.observer)
-            signs = self._signs(model, tokenizer, encoded)
-            sets = self._with_references(model, encoded)
+            examples, record_numbers = encoded_sets(model, tokenizer, self.data, self.options, observer=self.observer)
+            signs = self._signs(model, tokenizer, examples)
+            sets = self._with_references(model, examples)
             rule = self.stopping_rule
             if rule and not rule.schedule and entry:  # the first copy of a round leads, the others follow
                 self.stopping_rule = replace(rule, schedule=schedule_of_round(entry, earlier))
@@ -398,7 +397,9 @@ class UnlearningTask:
             return None, ()
         return entry, earlier
 
-    def _signs(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, encoded: Encoded) -> list[str]:
+    def _signs(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Mapping[str, Sequence[Example]]
+    ) -> list[str]:
         """Signs in the copy itself that it was built to carry records out, as far as the checks look for them."""
         signs: list[str] = []
         checks, data = self.checks, self.data
@@ -407,7 +408,7 @@ class UnlearningTask:
             # Under DP from the weights alone: whether the copy is refused would tell what the records hold.
             looked_at = None
             if not self.private:
-                looked_at = [example for set_examples, _ in encoded.values() for example in set_examples]
+                looked_at = [example for set_examples in examples.values() for example in set_examples]
             signs += traps(self.copy, model, looked_at, len(data.forget) + len(data.retain))
         elif checks:
             signs.append("several processes train it, so its units were not looked at for traps")
@@ -421,14 +422,16 @@ class UnlearningTask:
             signs += against_public(self.copy, tokenizer, open_model(checks.public), texts)
         return signs
 
-    def _with_references(self, model: PreTrainedModel, encoded: Encoded) -> dict[str, ExampleSet]:
+    def _with_references(
+        self, model: PreTrainedModel, examples: Mapping[str, Sequence[Example]]
+    ) -> dict[str, ExampleSet]:
         """Each set with what the frozen copy says of it.
 
         That is ``model`` or, where the reference file is read, round 1's; else it is kept in that file, if there is
         one, for later rounds.
         """
         options, origin, file = self.options, self.manifest, self.reference_file
-        reference_outputs = {name: output_kind for name, (_, output_kind) in encoded.items()}
+        reference_outputs = {name: self.objective.reference_outputs(name) for name in examples}
         # Of the records and of what prints them, not of their tokens, which the copy's tokenizer makes: see
         # records_digest.
         texts = json.dumps([records_digest(self.data), flat(options.prompts)], default=str)
@@ -442,24 +445,24 @@ class UnlearningTask:
             facts["copy_id"] = origin.copy_id if origin else None
         facts["asks"] = reference_outputs
 
-        def make_references() -> dict[str, Reference]:
+        def make_sets() -> dict[str, ExampleSet]:
             if file and self.read_reference:
-                loaded_references = load_references(file, reference_outputs, facts)
+                sets = load_references(file, examples, reference_outputs, facts)
                 self.observer.note(f"the reference model's probabilities are read from {file}")
-                return loaded_references
+                return sets
             batch_size = scored_at_once(options.training, model.device)
             layer, seed = self.objective.constants.layer, options.training.seed
-            references = {
-                name: freeze(model, examples, output_kind, layer=layer, batch_size=batch_size, seed=seed)
-                for name, (examples, output_kind) in encoded.items()
+            sets = {
+                name: freeze(model, examples[name], outputs, layer=layer, batch_size=batch_size, seed=seed)
+                for name, outputs in reference_outputs.items()
             }
             if file:
-                save_references(file, references, facts)
-            return references
+                save_references(file, sets, facts)
+            return sets
 
-        references = from_first(make_references)
+        sets = from_first(make_sets)
         device = PartialState().device if PartialState().num_processes > 1 else model.device
-        return {name: ExampleSet(examples, references[name].on(device)) for name, (examples, _) in encoded.items()}
+        return {name: example_set.on(device) for name, example_set in sets.items()}
 
     def _plan_steps(self, sets: Mapping[str, ExampleSet]) -> tuple[list[TrainingStep], Training]:
         """The examples of each step, and the training's options with a learning rate."""

@@ -23,9 +23,9 @@ from transformers import AutoModelForCausalLM
 
 from mpu_cli.options.unlearning import Training
 from mpu_cli.records.encode import IGNORED, Example, pad
-from mpu_cli.training.loop import ExampleSet, TrainingStep, train
+from mpu_cli.training.loop import TrainingStep, train
 from mpu_cli.training.losses import ALGORITHMS, Objective, Scores, score
-from mpu_cli.training.reference import Reference, freeze
+from mpu_cli.training.reference import ExampleSet, freeze
 from tests.helpers.measuring import run_measured
 from tests.helpers.shapes import make
 
@@ -61,8 +61,8 @@ def ours(options: argparse.Namespace) -> float:
     forget, retain = (examples(model.config.vocab_size, count, seed) for seed in (1, 2))
     steps = [TrainingStep(list(range(i, i + size)), list(range(i, i + size))) for i in range(0, count, size)] * EPOCHS
     started = clock(model)
-    said = freeze(model, forget, "log_probs", layer=-1, batch_size=size)
-    sets = {"forget": ExampleSet(forget, said), "retain": ExampleSet(retain, Reference())}
+    frozen = freeze(model, forget, "log_probs", layer=-1, batch_size=size)
+    sets = {"forget": frozen, "retain": ExampleSet(retain)}
     npo = ALGORITHMS["npo"]
     train(model, steps, sets, Objective(npo, npo.constants, "nll"), Training(lr=1e-5), on_step=lambda *_: None)
     return clock(model) - started

@@ -27,9 +27,9 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from mpu_cli.options.unlearning import Training
-from mpu_cli.training.loop import ExampleSet, TrainingStep, train
+from mpu_cli.training.loop import TrainingStep, train
 from mpu_cli.training.losses import ALGORITHMS, Objective
-from mpu_cli.training.reference import Reference, freeze
+from mpu_cli.training.reference import ExampleSet, freeze
 from tests.benchmarks.client import LENGTH, examples, load
 from tests.helpers.measuring import MPU, POLL, anonymous_bytes
 from tests.helpers.models import random_model, save, save_tokenizer, write_records
@@ -93,7 +93,7 @@ def step_row(options: argparse.Namespace, name: str, folder: Path, rate: float, 
     size = options.batch_size
     sets = [examples(model.config.vocab_size, size, seed) for seed in (1, 2)]
     frozen = freeze(model, sets[0], "log_probs", layer=-1, batch_size=size)
-    read = {"forget": ExampleSet(sets[0], frozen), "retain": ExampleSet(sets[1], Reference())}
+    read = {"forget": frozen, "retain": ExampleSet(sets[1])}
     npo = ALGORITHMS["npo"]
     training = Training(lr=1e-6, batch_size=size, compile=compiled)
     seconds: list[float] = []

@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM
 
 from mpu_cli.options.unlearning import Lora, Training
 from mpu_cli.records.encode import IGNORED, Example
-from mpu_cli.training.loop import ExampleSet, TrainingStep, train
+from mpu_cli.training.loop import TrainingStep, train
 from mpu_cli.training.lora import LoraChange
 from mpu_cli.training.losses import ALGORITHMS, Objective
-from mpu_cli.training.reference import Reference, freeze
+from mpu_cli.training.reference import ExampleSet, freeze
 from tests.helpers.measuring import run_measured
 from tests.helpers.shapes import SHAPES, make, tensors_of, whole_config
 
@@ -39,12 +39,12 @@ def work(folder: Path, device: str) -> None:
     rows = torch.randint(3, model.config.vocab_size, (2 * BATCH, LENGTH), generator=generator).tolist()
     examples = [Example(row, [IGNORED] * (LENGTH - ANSWER) + row[-ANSWER:]) for row in rows]
     forget, retain = examples[:BATCH], examples[BATCH:]
-    said = freeze(model, forget, "log_probs", layer=-1, batch_size=BATCH)
+    frozen = freeze(model, forget, "log_probs", layer=-1, batch_size=BATCH)
     npo, indices = ALGORITHMS["npo"], list(range(BATCH))
     names: dict = {name: () for name, _ in model.named_parameters()}
     train(
         LoraChange(names, Lora(lora_rank=RANK), wide_inputs=False).wrap(model), [TrainingStep(indices, indices)] * 2,
-        {"forget": ExampleSet(forget, said), "retain": ExampleSet(retain, Reference())},
+        {"forget": frozen, "retain": ExampleSet(retain)},
         Objective(npo, npo.constants, "nll"), Training(lr=1e-5, gradient_checkpointing=True), on_step=lambda *_: None,
     )  # fmt: skip
     if device == "cuda":

@@ -319,7 +319,7 @@ class TestFrozen:
     def test_kept_is_asked_again(self, tmp_path, family, reference_outputs):
         model, tokenizer = load(save(random_model(family), tmp_path / "base"), torch.float64, "cpu")
         examples = Encoding(tokenizer, system_prompt="").encode(read_records(write_records(tmp_path / "r", 7, 1)))
-        reference = freeze(model, examples, reference_outputs, layer=0, batch_size=3)
+        example_set = freeze(model, examples, reference_outputs, layer=0, batch_size=3)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(0.3)  # training continues; the stored values must not change
@@ -329,12 +329,12 @@ class TestFrozen:
             said = forward(fresh, pad([examples[i] for i in numbers]), layer=0)
         outputs = {"log_probs": said.sequence_log_probs, "logits": said.logits.whole(), "hidden": said.hidden}
         expected = outputs[reference_outputs]
-        actual = reference.outputs(reference.collect(numbers, like=[0]))
+        actual = example_set.reference(example_set.collect(numbers, like=[0]))
         actual = actual.whole() if reference_outputs == "logits" else actual
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
         loss = Answers(examples[:5]).loss(fresh)
         says_losses = reference_outputs == "log_probs" or (reference_outputs == "logits" and separate_head(fresh))
-        assert reference.loss(examples[:5]) == (pytest.approx(loss, rel=1e-6) if says_losses else None)
+        assert example_set.reference_loss(5) == (pytest.approx(loss, rel=1e-6) if says_losses else None)
 
     def test_direction_is_uniform_and_of_length_one(self, tmp_path):
         """Φ of normal numbers: over many seeds, each entry, scaled by its vector's largest, is evenly distributed."""

@@ -19,9 +19,8 @@ from mpu_cli.lab.private import plan, train_privately
 from mpu_cli.options.unlearning import Privacy, Training
 from mpu_cli.records.encode import Encoding, pad
 from mpu_cli.records.forms import question
-from mpu_cli.training.loop import ExampleSet
 from mpu_cli.training.losses import ALGORITHMS, Objective
-from mpu_cli.training.reference import Reference
+from mpu_cli.training.reference import ExampleSet
 from tests.helpers.models import load
 from tests.helpers.paths import SHARED
 
@@ -62,7 +61,7 @@ def audited_epsilon() -> float:
         gradients[i] = torch.autograd.grad(loss, weight)[0].flatten()
     gradients /= gradients.norm(dim=1, keepdim=True).clamp(min=1.0)  # as they are clipped
     included = torch.tensor([coins.random() < 0.5 for _ in examples])
-    sets = {"forget": ExampleSet([e for e, is_in in zip(examples, included, strict=True) if is_in], Reference())}
+    sets = {"forget": ExampleSet([e for e, is_in in zip(examples, included, strict=True) if is_in])}
     count = len(sets["forget"].examples)
     training = Training(optim="sgd", lr=1.0, weight_decay=0, batch_size=count, micro_batch_size=64)
     privacy = Privacy(dp_epsilon=EPSILON, dp_delta=DELTA)

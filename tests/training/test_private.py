@@ -33,9 +33,8 @@ from mpu_cli.training import copycheck
 from mpu_cli.training.checks import plan_privately
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.ledger import LedgerEntry, Mechanism, read_ledger, write_down
-from mpu_cli.training.loop import ExampleSet
 from mpu_cli.training.losses import ALGORITHMS, Objective, objective_of
-from mpu_cli.training.reference import Reference, forward, freeze
+from mpu_cli.training.reference import ExampleSet, forward, freeze
 from tests.helpers.attacks import TRAINING, WORD, write_records_with
 from tests.helpers.models import load, random_model, save, write_records
 
@@ -48,8 +47,7 @@ def prepare(tmp_path, family, reference_outputs=None):
     sets = {}
     for name, seed in (("forget", 1), ("retain", 2)):
         examples = encoding.encode(read_records(write_records(tmp_path / name, 4, seed)))
-        said = freeze(model, examples, reference_outputs if name == "forget" else None, layer=0, batch_size=4)
-        sets[name] = ExampleSet(examples, said if name == "forget" and reference_outputs else Reference())
+        sets[name] = freeze(model, examples, reference_outputs if name == "forget" else None, layer=0, batch_size=4)
     return model, sets
 
 
@@ -81,7 +79,7 @@ def test_a_step_is_the_mean_of_clipped_gradients(tmp_path, family, algorithm, no
             model.zero_grad()
             scores = forward(model, pad([example]))
             if name == "forget":
-                reference = data.reference.outputs(data.reference.collect([number], like=[number]))
+                reference = data.reference(data.collect([number], like=[number]))
                 scores = replace(scores, reference=reference)
                 loss = constants.gamma * ALGORITHMS[algorithm].forget(scores, None, constants)
             else:
@@ -234,7 +232,7 @@ def test_records_that_were_left_out_are_drawn_and_add_nothing(tmp_path):
         {"forget": [None] * 4, "retain": ["a", None, "a", None]}, how, privacy, epochs=1, noise_multiplier=0.0
     )
     record_numbers = {"forget": [0, 2, 3], "retain": [0, 1]}
-    fewer = {n: ExampleSet([sets[n].examples[i] for i in record_numbers[n]], sets[n].reference) for n in record_numbers}
+    fewer = {name: ExampleSet([sets[name].examples[i] for i in numbers]) for name, numbers in record_numbers.items()}
     reduced_plan = full_plan.of_examples(record_numbers)
     assert reduced_plan.mechanism == full_plan.mechanism
     assert sorted(unit.places for unit in reduced_plan.units) == [

@@ -38,7 +38,7 @@ from mpu_cli.training import execution, loop
 from mpu_cli.training.data import read_dataset
 from mpu_cli.training.execution import check_sharding, last_checkpoint
 from mpu_cli.training.loop import drop_repeated_steps
-from mpu_cli.training.reference import Reference, forward
+from mpu_cli.training.reference import ExampleSet, forward
 from mpu_cli.training.unlearn import UnlearningTask
 from tests.helpers.attacks import publish_copies, unlearn_copy
 from tests.helpers.models import random_model, save, write_records
@@ -455,7 +455,7 @@ def test_micro_batches_pad_little() -> None:
     """Each example of a step is in one of its micro-batches, and examples of one length go together."""
     lengths = [9, 2, 8, 3, 7, 2]
     examples = [Example(list(range(n)), list(range(n))) for n in lengths]
-    sets = {"forget": loop.ExampleSet(examples, Reference())}
+    sets = {"forget": ExampleSet(examples)}
     batches = loop.MicroBatches([loop.TrainingStep([0, 1, 2, 3, 4, 5], [])], sets, [["forget"]], 3)
     shapes = [tuple(batches[i]["batch"]["input_ids"].shape) for i in range(len(batches))]
     assert shapes == [(2, 2), (2, 7), (2, 9)]  # 36 positions; in the given order, 46

@@ -179,8 +179,7 @@ def _try_steps(base: Model, updated: Model, keys: Keys, plan: UnlearnPlan, obser
 
     options, device = plan.options, plan.options.training.device
     model, tokenizer = load(base, torch.float32, device)
-    encoded, _ = encoded_sets(model, tokenizer, plan.data, options)
-    examples = {name: encoded[name][0] for name in encoded}
+    examples, _ = encoded_sets(model, tokenizer, plan.data, options)
     at_once, public = scored_at_once(options.training, model.device), None
     if keys.reference is not None and "unseen" not in examples:
         public = probabilities_under(keys.reference, examples["forget"], at_once, device)
