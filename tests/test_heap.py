@@ -58,7 +58,6 @@ def test_computing_with_a_model_returns_memory_if_it_is_large(kind: str) -> None
     script = """
 from mpu_cli.training.reference import ExampleSet
 from mpu_cli.training.losses import ALGORITHMS, Objective
-from mpu_cli.training.loop import TrainingStep
 from mpu_cli.training.loop import train
 from mpu_cli.measuring.metrics import gradient_norms
 from mpu_cli.measuring.encoding import Item
@@ -75,7 +74,7 @@ model, algorithm = random_model("llama"), ALGORITHMS["gradascent"]
 def train_once():
     sets = {"forget": ExampleSet(examples)}
     objective = Objective(algorithm, algorithm.constants, "nll")
-    train(model, [TrainingStep([0, 1], [])], sets, objective, Training(lr=1e-5), on_step=lambda *_: None)
+    train(model, [{"forget": [0, 1]}], sets, objective, Training(lr=1e-5), on_step=lambda *_: None)
 
 def score():
     Scorer(model).score(items, batch_size=2)

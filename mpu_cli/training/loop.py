@@ -68,18 +68,11 @@ class Losses:
     retain: float | None
 
 
-@dataclass(frozen=True)
-class TrainingStep:
-    """One optimiser step: its forget examples, by number, and the retain examples that go with them."""
-
-    forget: list[int]
-    retain: list[int]
-
-
 def schedule(
     forget: int, retain: int, *, epochs: int, batch_size: int, seed: int, retain_per_forget: int = 1
-) -> list[TrainingStep]:
-    """All steps of a training run, fixed by ``seed``: noise cancels only if every copy of a round sees the same steps.
+) -> list[dict[str, list[int]]]:
+    """The numbers of the examples of each step, by term: "forget" and, to go with them, "retain". ``seed`` fixes all
+    steps of a training: noise cancels only if every copy of a round sees the same ones.
 
     Each epoch goes through the ``forget`` examples once, in a new order. Retain examples come from an endless sequence
     of shuffles of all ``retain`` (none if 0), ``retain_per_forget`` for each forget example of a step.
@@ -94,7 +87,7 @@ def schedule(
             count = len(batch) * retain_per_forget
             while retain and len(waiting) < count:
                 waiting += order.sample(range(retain), retain)
-            steps.append(TrainingStep(batch, waiting[:count] if retain else []))
+            steps.append({"forget": batch, "retain": waiting[:count] if retain else []})
             waiting = waiting[count:]
     return steps
 
@@ -103,15 +96,15 @@ SETS_OF_TERM = {"forget": ("forget", "alternate"), "retain": ("retain",)}  # the
 
 
 class MicroBatches(Dataset):
-    """The data that the loader reads: the schedule, each step split into ``parts`` micro-batches for each of the
-    ``passes``, which are the terms that are computed from one pass of the model.
+    """The data that the loader reads: the steps of a ``schedule``, each split into ``parts`` micro-batches for each of
+    the ``passes``, which are the terms that are computed from one pass of the model.
 
     Examples of one length go together, whatever set they are of, so that little is padded.
     """
 
     def __init__(
         self,
-        steps: Sequence[TrainingStep],
+        steps: Sequence[Mapping[str, list[int]]],
         sets: Mapping[str, ExampleSet],
         passes: Sequence[Sequence[str]],
         parts: int,
@@ -140,8 +133,7 @@ class MicroBatches(Dataset):
         """The numbers of the examples of a micro-batch's whole step, by term, and its own examples: term and number."""
         step_and_pass, part = divmod(index, self._parts)
         step, pass_index = divmod(step_and_pass, len(self._passes))
-        # TrainingStep has a field for each term.
-        of_step = {term: getattr(self._steps[step], term) for term in self._passes[pass_index]}
+        of_step = {term: self._steps[step][term] for term in self._passes[pass_index]}
         chosen = [(term, number) for term, numbers in of_step.items() for number in numbers]
         if self._parts > 1:
             chosen.sort(key=self._length)
@@ -450,7 +442,7 @@ class _StepLog:
 
 def train(
     model: PreTrainedModel,
-    steps: Sequence[TrainingStep],
+    steps: Sequence[Mapping[str, list[int]]],
     sets: Mapping[str, ExampleSet],
     objective: Objective,
     training: Training,

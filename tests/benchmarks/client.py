@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from mpu_cli.options.unlearning import Training
 from mpu_cli.records.encode import IGNORED, Example, pad
-from mpu_cli.training.loop import TrainingStep, train
+from mpu_cli.training.loop import train
 from mpu_cli.training.losses import ALGORITHMS, Objective, Scores, score
 from mpu_cli.training.reference import ExampleSet, freeze
 from tests.helpers.measuring import run_measured
@@ -59,7 +59,8 @@ def ours(options: argparse.Namespace) -> float:
     model = load(options)
     size, count = options.batch_size, options.batch_size * options.batches
     forget, retain = (examples(model.config.vocab_size, count, seed) for seed in (1, 2))
-    steps = [TrainingStep(list(range(i, i + size)), list(range(i, i + size))) for i in range(0, count, size)] * EPOCHS
+    batches = [list(range(i, i + size)) for i in range(0, count, size)] * EPOCHS
+    steps = [{"forget": batch, "retain": batch} for batch in batches]
     started = clock(model)
     frozen = freeze(model, forget, "log_probs", layer=-1, batch_size=size)
     sets = {"forget": frozen, "retain": ExampleSet(retain)}

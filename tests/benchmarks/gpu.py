@@ -27,7 +27,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from mpu_cli.options.unlearning import Training
-from mpu_cli.training.loop import TrainingStep, train
+from mpu_cli.training.loop import train
 from mpu_cli.training.losses import ALGORITHMS, Objective
 from mpu_cli.training.reference import ExampleSet, freeze
 from tests.benchmarks.client import LENGTH, examples, load
@@ -101,7 +101,7 @@ def step_row(options: argparse.Namespace, name: str, folder: Path, rate: float, 
     def steps(count: int) -> None:
         everything = list(range(size))
         train(
-            model, [TrainingStep(everything, everything)] * count, read, Objective(npo, npo.constants, "nll"),
+            model, [{"forget": everything, "retain": everything}] * count, read, Objective(npo, npo.constants, "nll"),
             training, on_step=lambda *_: seconds.append(_now(options.device)),
         )  # fmt: skip
 

@@ -31,7 +31,7 @@ from mpu_cli.measuring.scoring import Scorer
 from mpu_cli.model.network import CHUNK
 from mpu_cli.options.unlearning import Training
 from mpu_cli.records.encode import IGNORED, Example
-from mpu_cli.training.loop import TrainingStep, train
+from mpu_cli.training.loop import train
 from mpu_cli.training.losses import ALGORITHMS, Objective
 from mpu_cli.training.reference import ExampleSet, freeze
 from tests.helpers.measuring import Machine, measure_machine, run_measured
@@ -103,7 +103,7 @@ def train_steps(model: torch.nn.Module, length: int, batch: int) -> float:
     )
     frozen = freeze(model, forget, "log_probs", layer=-1, batch_size=batch)
     sets = {"forget": frozen, "retain": ExampleSet(retain)}
-    steps = [TrainingStep(list(range(batch)), list(range(batch)))] * 3
+    steps = [{"forget": list(range(batch)), "retain": list(range(batch))}] * 3
     npo, ends = ALGORITHMS["npo"], []
     # Called before a step's last backward pass, so that from one call to the next is as much work as a step.
     train(

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 
 from mpu_cli.options.unlearning import Lora, Training
 from mpu_cli.records.encode import IGNORED, Example
-from mpu_cli.training.loop import TrainingStep, train
+from mpu_cli.training.loop import train
 from mpu_cli.training.lora import LoraChange
 from mpu_cli.training.losses import ALGORITHMS, Objective
 from mpu_cli.training.reference import ExampleSet, freeze
@@ -43,8 +43,8 @@ def work(folder: Path, device: str) -> None:
     npo, indices = ALGORITHMS["npo"], list(range(BATCH))
     names: dict = {name: () for name, _ in model.named_parameters()}
     train(
-        LoraChange(names, Lora(lora_rank=RANK), wide_inputs=False).wrap(model), [TrainingStep(indices, indices)] * 2,
-        {"forget": frozen, "retain": ExampleSet(retain)},
+        LoraChange(names, Lora(lora_rank=RANK), wide_inputs=False).wrap(model),
+        [{"forget": indices, "retain": indices}] * 2, {"forget": frozen, "retain": ExampleSet(retain)},
         Objective(npo, npo.constants, "nll"), Training(lr=1e-5, gradient_checkpointing=True), on_step=lambda *_: None,
     )  # fmt: skip
     if device == "cuda":

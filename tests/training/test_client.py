@@ -76,11 +76,11 @@ class TestData:
 class TestSchedule:
     def test_every_epoch_sees_every_record_once(self):
         steps = schedule(10, 7, epochs=4, batch_size=3, seed=0)
-        assert [len(step.forget) for step in steps] == [3, 3, 3, 1] * 4
+        assert [len(step["forget"]) for step in steps] == [3, 3, 3, 1] * 4
         for epoch in range(4):
-            forget_indices = [i for step in steps[4 * epoch : 4 * epoch + 4] for i in step.forget]
+            forget_indices = [i for step in steps[4 * epoch : 4 * epoch + 4] for i in step["forget"]]
             assert sorted(forget_indices) == list(range(10))
-        retain_indices = [i for step in steps for i in step.retain]
+        retain_indices = [i for step in steps for i in step["retain"]]
         assert len(retain_indices) == 40
         for start in range(0, 35, 7):
             assert sorted(retain_indices[start : start + 7]) == list(range(7))

@@ -456,7 +456,7 @@ def test_micro_batches_pad_little() -> None:
     lengths = [9, 2, 8, 3, 7, 2]
     examples = [Example(list(range(n)), list(range(n))) for n in lengths]
     sets = {"forget": ExampleSet(examples)}
-    batches = loop.MicroBatches([loop.TrainingStep([0, 1, 2, 3, 4, 5], [])], sets, [["forget"]], 3)
+    batches = loop.MicroBatches([{"forget": [0, 1, 2, 3, 4, 5]}], sets, [["forget"]], 3)
     shapes = [tuple(batches[i]["batch"]["input_ids"].shape) for i in range(len(batches))]
     assert shapes == [(2, 2), (2, 7), (2, 9)]  # 36 positions; in the given order, 46
     labels = [batches[i]["batch"]["labels"] for i in range(3)]
