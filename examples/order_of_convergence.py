@@ -47,7 +47,7 @@ def measure(
     for kappa in kappas:
         here = folder / f"{kappa:.5f}"
         keys = here / "keys.bin"
-        noise = ["--nodes", ",".join(map(str, NODES)), "--seed", 1]  # the same at every scale
+        noise = ["--noise", f"extrapolate:{','.join(map(str, NODES))}", "--seed", 1]  # the same at every scale
         copies = mpu("publish", base, *publishing, "--kappa", kappa, *noise, "--out", here, "--keys", keys).split()
         for copy in copies:
             mpu("unlearn", copy, "--out", here / "deltas" / f"{Path(copy).name}.safetensors", *training)

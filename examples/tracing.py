@@ -178,7 +178,7 @@ def rows(leak: Leak) -> Iterator[tuple[str, Callable[[], Path | str]]]:
             out = leak.folder / "again"
             shutil.rmtree(out, ignore_errors=True)
             leak.mpu("publish", leak.template, "--kappa", 0, "--copies", 2, "--symmetries", symmetries, "--run", "x",
-                     "--round", 1, "--out", out, "--keys", leak.folder / "again.bin", "--force")  # fmt: skip
+                     "--out", out, "--keys", leak.folder / "again.bin", "--force")  # fmt: skip
             return out / "copy_1"
 
         return publish

@@ -188,7 +188,7 @@ def test_one_copy_with_permanent_noise_only(mpu, tmp_path, base):
     assert distance(single_copy_update, several_copies_update) < 1e-5
     assert report["error_estimate"]["permanent"] is None  # nothing shows it
     mpu("publish", base, "--copies", 1, "--force", fails="give --permanent-noise", cwd=tmp_path)
-    mpu("publish", base, "--nodes", 1, "--force", fails="give --permanent-noise", cwd=tmp_path)
+    mpu("publish", base, "--noise", "extrapolate:1", "--force", fails="give --permanent-noise", cwd=tmp_path)
     mpu("publish", base, "--copies", 1, "--kappa", 0.1, "--force", fails="only several copies cancel", cwd=tmp_path)
 
 

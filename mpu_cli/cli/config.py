@@ -87,7 +87,7 @@ def defaults_from(
 
 
 def name_variables(commands: Mapping[str, Any]) -> None:
-    """Give every option its variable: MPU_PUBLISH_ROUND for ``publish --round``. Flags show no type in the help."""
+    """Give every option its variable: MPU_PUBLISH_KAPPA for ``publish --kappa``. Flags show no type in the help."""
     for name, command in commands.items():
         for parameter in command.params:
             if parameter.param_type_name == "option":

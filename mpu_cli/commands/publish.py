@@ -70,12 +70,10 @@ class Publish(Command):
     opening: Opening = group(Opening)
     run_name: str | None = option(
         None,
-        "Name of the run, one for each request (default: the one that made BASE, or random).",
+        "Name of the run, one for each request (default: the one that made BASE, or random); its round after a colon, "
+        "such as clinic:2 or :2 (default: the one after BASE's, or 1 in another run).",
         metavar="ID",
         flag="--run",
-    )
-    round: int | None = option(
-        None, "Number of this round (default: the one after BASE's, or 1 with another --run).", metavar="R"
     )
     seed: int | None = option(
         None, "For repeatable experiments only: whoever knows the seed can undo the copies.", metavar="N",
@@ -111,10 +109,7 @@ class Publish(Command):
         model = open_model(self.base)
         if read_copy_manifest(model.folder):
             raise MpuError(f"{self.base}: a copy, not a model", "publish the model that it was made from")
-        run_of_base, following_round = next_round(model.folder)
-        if self.run_name and self.run_name != run_of_base:  # another request
-            following_round = 1
-        round_ = following_round if self.round is None else self.round
+        run, round_ = self._run_and_round(model.folder)
         made_by = read_model_manifest(model.folder)
         has_scale = self.publishing.disguise.sets_scale or self.publishing.calibration.epsilon is not None
         if made_by and made_by.permanent and self.public is None and not has_scale:
@@ -132,7 +127,7 @@ class Publish(Command):
             publishing,
             with_pretrained=self.public is not None,
             seed=self.seed,
-            run=self.run_name or run_of_base or "",
+            run=run,
             round_=round_,
         )
         if existing_keys:  # further copies of that publication have its secrets
@@ -165,6 +160,18 @@ class Publish(Command):
         )
         public = open_model(self.public) if self.public else None
         return plan_publish(model, public, publication, target, only=only, existing_keys=existing_keys)
+
+    def _run_and_round(self, base: Path) -> tuple[str, int]:
+        """The run and the number of the round: those in --run, else those that follow the model in ``base``."""
+        run_of_base, following_round = next_round(base)
+        run, colon, number = (self.run_name or "").partition(":")
+        if colon and not number.isdecimal():
+            raise UsageError(f"--run {self.run_name}: the round after the colon is not a number", "such as clinic:2")
+        if colon:
+            following_round = int(number)
+        elif run and run != run_of_base:  # another request
+            following_round = 1
+        return run or run_of_base or "", following_round
 
     def preview(self, observer: Observer) -> Preview:
         from mpu_cli.protocol.review import remarks_on_plan
@@ -280,11 +287,10 @@ def command_to_publish(model: Path, keys: Keys) -> str:
         command += ["--mark", exact(publication.mark)]
     if publication.max_noise and publication.max_noise != usual.max_noise:
         command += ["--max-noise", exact(publication.max_noise)]
-    if scheme.kind != "extrapolate":
-        command += ["--noise", scheme.kind]
     if scheme != SCHEMES[scheme.kind].default(keys.copies):
-        flag = "--nodes" if scheme.kind == "extrapolate" else "--alphas"
-        command += [flag, ",".join(map(repr, scheme.factors))]
+        command += ["--noise", f"{scheme.kind}:{','.join(map(repr, scheme.factors))}"]
+    elif scheme.kind != "extrapolate":
+        command += ["--noise", scheme.kind]
     if publication.symmetries != usual.symmetries:
         command += ["--symmetries", publication.symmetries]
     if keys.recipients:

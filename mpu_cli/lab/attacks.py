@@ -25,7 +25,7 @@ from mpu_cli.model.layout import TensorLayout
 from mpu_cli.model.sampling import AxisMap, Maps
 from mpu_cli.model.source import Model
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.protocol.noise import SCHEMES, Extrapolated, Scheme, given_factors
+from mpu_cli.protocol.noise import SCHEMES, Extrapolated, Scheme, parse_noise
 from mpu_cli.protocol.publication import matching
 
 # An attacker's estimates of a change hidden in noise, better than taking it as it is.
@@ -479,8 +479,6 @@ def audit_as_believed(
     reference: Model | None,
     *,
     noise: str | None = None,
-    nodes: str | None = None,
-    alphas: str | None = None,
     symmetries: str | None = None,
     fast: bool = False,
     observer: Observer = SILENT,
@@ -496,9 +494,11 @@ def audit_as_believed(
     if len(set(copy_ids)) < len(copy_ids):
         raise UsageError("the same copy is given twice")
     publications = _publications(manifests)
-    if len(set(publications)) > 1 and (alphas or nodes):
-        raise UsageError("--alphas and --nodes: are those of one publication", "leave them out, or audit one at a time")
-    schemes = _believed_noise(manifests, noise, alphas, nodes)
+    if len(set(publications)) > 1 and ":" in (noise or ""):
+        raise UsageError(
+            f"--noise {noise}: factors are those of one publication", "leave them out, or audit one at a time"
+        )
+    schemes = _believed_noise(manifests, noise)
     attempts = []
     for believed, scheme in product(_believed_symmetries(manifests, symmetries), schemes):
         result = audit(models, base, reference, noise=scheme, symmetries=believed, fast=fast,
@@ -512,15 +512,17 @@ def audit_as_believed(
     return min(attempts, key=lambda attempt: attempt[0])[1]
 
 
-def _believed_noise(manifests: _Manifests, kind: str | None, alphas: str | None, nodes: str | None) -> list[Scheme]:
+def _believed_noise(manifests: _Manifests, noise: str | None) -> list[Scheme]:
     """The schemes that the attacker tries, with a factor for each copy: those given, or the defaults."""
-    count = len(manifests)
-    if alphas or nodes:
-        return [given_factors(kind, alphas, nodes, count)]
-    numbers = [(i, count) if m is None else (m.copy - 1, m.copies) for i, m in enumerate(manifests)]
-    kinds = [SCHEMES[kind]] if kind else list(SCHEMES.values())
-    if not kind and count == 1:
+    count, kinds = len(manifests), list(SCHEMES.values())
+    if noise:
+        kind, given = parse_noise(noise, count)
+        if given:
+            return [kind.from_factors(given)]
+        kinds = [kind]
+    elif count == 1:
         kinds = kinds[:1]
+    numbers = [(i, count) if m is None else (m.copy - 1, m.copies) for i, m in enumerate(manifests)]
     schemes = []
     for each in kinds:
         factors = tuple(each.default(copies).factors[i] for i, copies in numbers)

@@ -197,8 +197,7 @@ class Jobs:
 AS_TRAINED = ("template", "system_prompt", "date", "device", "data_dir", "columns")
 # options that a mode ignores: cells that differ only in these are the same experiment
 _OF_COPIES = (
-    "kappa", "permanent_noise", "copies", "noise", "alphas", "nodes", "symmetries", "mark", "max_noise",
-    "secret_seed",
+    "kappa", "permanent_noise", "copies", "noise", "symmetries", "mark", "max_noise", "secret_seed",
 )  # fmt: skip
 IGNORED = {"clean": _OF_COPIES, "clean-rounds": _OF_COPIES, "noised": ("symmetries", "mark")}
 FORGET_QUALITY = "forget_quality"

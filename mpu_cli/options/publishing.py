@@ -12,7 +12,6 @@ from mpu_cli.options.names import SYMMETRIES
 
 DP = Fold("dp", "Noise calibrated to (ε, δ) differential privacy of the weights, in place of --kappa.")
 
-NoiseKind = Literal["extrapolate", "zero-sum"]
 StoredDtype = Literal["float64", "float32", "float16", "bfloat16"]
 AUTO: Literal["auto"] = "auto"  # of --step
 RESTORE: Literal["restore"] = "restore"  # of --step
@@ -32,31 +31,23 @@ class Copies(Options):
 
     copies: int | None = option(
         None,
-        "Number of copies, m (default: 3, or as many as --nodes or --alphas name; 1 where --public chooses the "
-        "noise). With 1, nothing cancels: --permanent-noise alone.",
+        "Number of copies, m (default: 3, or as many as --noise has factors for; 1 where --public chooses the noise). "
+        "With 1, nothing cancels: --permanent-noise alone.",
         metavar="M",
     )
-    noise: NoiseKind | None = option(
+    noise: str | None = option(
         None,
         "extrapolate: multiples of one draw, of which all orders below m cancel (default). zero-sum: the paper's, of "
-        "which the first order cancels.",
-    )
-    nodes: str | None = option(
-        None,
-        "extrapolate: the multiple for each copy, such as 1,-1,1.5 (default: 1, -1, 1.5, -1.5, …).",
-        metavar="C1,C2,…",
-    )
-    alphas: str | None = option(
-        None,
-        "zero-sum: the factor for each copy, such as 1,2 (default: evenly from 1 to 2).",
-        metavar="A,B,…",
+        "which the first order cancels. With the factor of each copy after a colon: extrapolate:1,-1,1.5 (the default "
+        "goes on with -1.5, 2, …), and zero-sum:1,2 the paper's alphas (default: evenly from 1 to 2).",
+        metavar="KIND",
     )
 
     @property
     def count(self) -> int | None:
         """The number of copies that is asked for; None for the usual number."""
-        factors = self.nodes if self.alphas is None else self.alphas
-        if self.copies is not None or factors is None:
+        factors = (self.noise or "").partition(":")[2]
+        if self.copies is not None or not factors:
             return self.copies
         return factors.count(",") + 1
 
@@ -111,8 +102,7 @@ class Disguise(Copies):
         asked for: noise that cancels hides nothing from a client that has all copies.
         """
         if with_pretrained and not self.sets_scale:
-            copy_options = (self.copies, self.noise, self.nodes, self.alphas)
-            copies = 1 if copy_options == (None, None, None, None) else self.copies
+            copies = 1 if (self.copies, self.noise) == (None, None) else self.copies
             hiding = replace(self, copies=copies)
             return replace(
                 hiding,

@@ -151,7 +151,7 @@ class ZeroSum(Scheme):
         alphas = tuple(map(float, factors))
         for alpha in alphas:
             if not (math.isfinite(alpha) and alpha > 0 and math.isfinite(1 / alpha)):
-                raise UsageError(f"--alphas: {alpha} is not a positive, finite number")
+                raise UsageError(f"--noise zero-sum: {alpha} is not a positive, finite number")
         return cls(alphas)
 
 
@@ -220,14 +220,17 @@ class Extrapolated(Scheme):
         for node in nodes:
             if not math.isfinite(node) or node == 0:
                 raise UsageError(
-                    f"--nodes: {node} is not a finite, nonzero number, so that copy would have no usable noise"
+                    f"--noise extrapolate: {node} is not a finite, nonzero number, so that copy would have no noise"
                 )
         if len(set(nodes)) < len(nodes):
-            raise UsageError("--nodes: two copies at the same node have the same noise, which does not cancel")
+            raise UsageError(
+                "--noise extrapolate: copies with the same factor have the same noise, which does not cancel"
+            )
         scheme = cls(nodes)
         if not float(scheme.weights.abs().sum()) < MOST_WEIGHT:
             raise UsageError(
-                "--nodes: so close together that the weights amplify rounding beyond use", "spread them out"
+                "--noise extrapolate: factors so close together that the weights amplify rounding beyond use",
+                "spread them out",
             )
         return scheme
 
@@ -236,41 +239,31 @@ SCHEMES: dict[str, type[Scheme]] = {scheme.kind: scheme for scheme in (Extrapola
 
 
 def scheme_of(options: Copies) -> Scheme:
-    """The scheme that --noise, --alphas, --nodes and --copies ask for.
+    """The scheme that --noise and --copies ask for.
 
     Without --copies there are as many as factors, or DEFAULT_COPIES.
     """
-    kind, alphas, nodes = options.noise, options.alphas, options.nodes
     copies = DEFAULT_COPIES if options.count is None else options.count
     if copies < 1:
         raise UsageError(f"--copies {copies}: must be at least 1")
     if copies > MOST_COPIES:
         raise UsageError(f"--copies {copies}: must be at most {MOST_COPIES}")
-    if alphas is not None or nodes is not None:
-        return given_factors(kind, alphas, nodes, copies)
-    return (SCHEMES[kind] if kind else Extrapolated).default(copies)
+    kind, factors = parse_noise(options.noise or Extrapolated.kind, copies)
+    return kind.from_factors(factors) if factors else kind.default(copies)
 
 
-def given_factors(kind: str | None, alphas: str | None, nodes: str | None, copies: int) -> Scheme:
-    """The scheme with the factors in ``alphas`` or ``nodes``."""
-    if alphas is not None and (kind == Extrapolated.kind or nodes is not None):
-        raise UsageError("--alphas is only for --noise zero-sum", "use --nodes with --noise extrapolate")
-    if nodes is not None and kind == ZeroSum.kind:
-        raise UsageError("--nodes is only for --noise extrapolate", "use --alphas with --noise zero-sum")
-    if alphas is not None:
-        return ZeroSum.from_factors(_numbers(alphas, "--alphas", copies))
-    return Extrapolated.from_factors(_numbers(nodes or "", "--nodes", copies))
-
-
-def _numbers(text: str, option: str, copies: int) -> Sequence[float]:
-    """One number for each copy."""
+def parse_noise(text: str, copies: int) -> tuple[type[Scheme], Sequence[float]]:
+    """The kind that --noise KIND:FACTORS names, and a factor for each copy, if they are given."""
+    kind, colon, factors = text.partition(":")
+    if kind not in SCHEMES:
+        raise UsageError(f"--noise {kind}: must be one of {', '.join(SCHEMES)}")
     try:
-        numbers = [float(part) for part in text.split(",")]
+        numbers = [float(part) for part in factors.split(",")] if colon else []
     except ValueError as error:
-        raise UsageError(f"{option} {text!r}: must be comma-separated numbers, such as 1,-1") from error
-    if len(numbers) != copies:
-        raise UsageError(f"{option}: {len(numbers)} numbers for {copies} copies", "give one for each copy")
-    return numbers
+        raise UsageError(f"--noise {text}: factors must be comma-separated numbers, such as {kind}:1,2") from error
+    if colon and len(numbers) != copies:
+        raise UsageError(f"--noise {text}: {len(numbers)} factors for {copies} copies", "give one for each copy")
+    return SCHEMES[kind], numbers
 
 
 def mixing_matrix(copies: int) -> torch.Tensor:

@@ -75,7 +75,7 @@ class Publication:
         # raises for numbers that are out of range
         Disguise(kappa=self.kappa, permanent_noise=self.shared_kappa, mark=self.mark)
         if self.round < 1:
-            raise UsageError(f"--round {self.round}: must be at least 1")
+            raise UsageError(f"round {self.round} in --run: must be at least 1")
         if not self.run:
             object.__setattr__(self, "run", self.randomness.key("run").hex()[:32])
 
@@ -208,7 +208,7 @@ def publication_of(
     if privacy.epsilon is not None and seed is not None:
         raise UsageError("--dp epsilon with --seed: noise that can be guessed protects nothing", "leave out --seed")
     if privacy.epsilon is not None and round_ > privacy.budget_rounds:
-        raise UsageError(f"--round {round_}: ε and δ cover {privacy.budget_rounds} rounds", "raise --dp budget_rounds")
+        raise UsageError(f"round {round_}: ε and δ cover {privacy.budget_rounds} rounds", "raise --dp budget_rounds")
     master = new_seed() if seed is None else seed_from_number(seed)
     scheme = scheme_of(disguise)
     calibration = None if privacy.epsilon is None else calibrate(privacy, min(scheme.scales))

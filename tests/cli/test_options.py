@@ -56,7 +56,7 @@ def test_choices_are_those_of_the_tables():
     assert choices(Unlearning, "retain_loss") == set(RETAIN)
     assert choices(Publishing, "dtype") == set(OPTION)
     assert choices(Publishing, "symmetries") == set(SETS)
-    assert choices(Publishing, "noise") == set(SCHEMES)
+    assert all(f"{kind}:" in declared_options(Publishing)["noise"].help for kind in SCHEMES)
     assert set(declared_options(Loss)) == {"retain_loss", *(field.name for field in fields(Constants))}
 
 
@@ -142,7 +142,7 @@ def test_help_tells_defaults():
 
 
 def test_options_by_variables(mpu, tmp_path, base, monkeypatch):
-    for name, value in (("COPIES", "3"), ("ROUND", "5"), ("JSON", "1"), ("KEYS", str(tmp_path / "k"))):
+    for name, value in (("COPIES", "3"), ("RUN", "one:5"), ("JSON", "1"), ("KEYS", str(tmp_path / "k"))):
         monkeypatch.setenv(f"MPU_PUBLISH_{name}", value)
     monkeypatch.setenv("MPU_VERSION", "1.0")  # somebody else's
     document = mpu("publish", base, "--out", tmp_path).json
@@ -172,15 +172,15 @@ class TestOptionsFromAFile:
     ) -> None:
         """In any position; names with hyphens or underscores; lists as on the command line with commas."""
         (root / "mpu.toml").write_text(
-            '[publish]\nkappa = 0.5\npermanent-noise = 0.25\nbase = "base"\nnodes = [1, -1, 2]\n'
+            '[publish]\nkappa = 0.5\npermanent-noise = 0.25\nbase = "base"\nonly = [1, 3]\n'
             '[aggregate]\nkeys = "other.bin"\n'
         )
         monkeypatch.setenv("MPU_PUBLISH_PERMANENT_NOISE", "0.125")
         outcome = mpu("publish", "--kappa", 0.75, "--config", "mpu.toml", "--seed", 3, "--json", cwd=root)
         assert "κ = 0.75 and permanent noise of 0.125" in outcome.err
-        assert outcome.json["noise"]["factors"] == [1, -1, 2]
+        assert outcome.json["copies"] == ["copy_1", "copy_3"]
         monkeypatch.delenv("MPU_PUBLISH_PERMANENT_NOISE")
-        again = mpu("publish", "--config", "mpu.toml", "--seed", 3, "--force", cwd=root)
+        again = mpu("publish", "--config", "mpu.toml", "--seed", 3, "--force", "--keys", "again.bin", cwd=root)
         assert "permanent noise of 0.25" in again.err
         assert "other.bin: cannot read" in mpu("--config=mpu.toml", "aggregate", "x", check=False, cwd=root).err
 

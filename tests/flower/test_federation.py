@@ -683,7 +683,7 @@ def test_a_delta_of_another_copy_is_not_taken(mpu: Callable, root: Path, other: 
     identity = root / "state/identity.txt"
     mpu("keygen", "--out", identity)
     for number, out in ((1, owner), (2, root / "second")):
-        mpu("publish", root / "base", "--copies", 2, "--run", "r", "--round", number, "--identity", identity, "--out",
+        mpu("publish", root / "base", "--copies", 2, "--run", f"r:{number}", "--identity", identity, "--out",
             out / "copies", "--keys", out / "keys.bin")  # fmt: skip
     (owner / "run").write_text("r\n")
     source = owner / "copies/copy_2" if other == "copy_2" else root / "second/copies/copy_1"

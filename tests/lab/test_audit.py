@@ -274,9 +274,9 @@ def test_bad_input(mpu: Callable, tmp_path: Path) -> None:
     base = save(random_model("llama"), tmp_path / "base")
     other = save(random_model("llama", intermediate_size=64), tmp_path / "other")
     assert "do not match the base" in mpu("audit", other, "--base", base, check=False).err
-    assert mpu("audit", base, base, "--base", base, "--alphas", "1", check=False).status == 2
-    assert mpu("audit", base, base, "--base", base, "--nodes", "1,1", check=False).status == 2
-    assert mpu("audit", base, "--base", base, "--alphas", "one", check=False).status == 2
+    assert mpu("audit", base, base, "--base", base, "--noise", "zero-sum:1", check=False).status == 2
+    assert mpu("audit", base, base, "--base", base, "--noise", "extrapolate:1,1", check=False).status == 2
+    assert mpu("audit", base, "--base", base, "--noise", "zero-sum:one", check=False).status == 2
     assert set(FAMILIES) <= set(CONFIGS)
 
 
@@ -285,7 +285,9 @@ def test_what_would_be_a_false_all_clear(mpu: Callable, tmp_path: Path) -> None:
     base = save(random_model("llama"), tmp_path / "base")
     for out in "ab":
         mpu("publish", base, "--out", out, "--keys", f"{out}/keys.bin", cwd=tmp_path)
-    mixed = mpu("audit", "a/copy_1", "b/copy_2", "--base", base, "--nodes", "1,-1", check=False, cwd=tmp_path)
+    mixed = mpu(
+        "audit", "a/copy_1", "b/copy_2", "--base", base, "--noise", "extrapolate:1,-1", check=False, cwd=tmp_path
+    )
     assert (mixed.status, "those of one publication" in mixed.err) == (2, True)
     other = save(random_model("llama", seed=1), tmp_path / "other")
     wrong = mpu("audit", "a/copy_1", "--base", other, "--keys", "a/keys.bin", check=False, cwd=tmp_path)

@@ -96,7 +96,7 @@ class TestRun:
         for number in (1, 2):
             out = f"by_hand_{number}"
             keys = ("--keys", f"{out}/keys.bin")
-            mpu("publish", base, *noise, "--seed", 7, "--round", number, "--out", out, *keys, cwd=root)
+            mpu("publish", base, *noise, "--seed", 7, "--run", f":{number}", "--out", out, *keys, cwd=root)
             for k in (1, 2, 3):
                 target = f"{out}/deltas/copy_{k}.safetensors"
                 mpu("unlearn", f"{out}/copy_{k}", *TRAINING, "--out", target, cwd=root)
@@ -143,8 +143,8 @@ class TestRun:
     def test_noised_keeps_the_noise(self, mpu: Callable, root: Path) -> None:
         """θ₁ = θ₀ + ε + Δ(θ₀ + ε), ε of scale κ·mean(α)."""
         mpu(
-            "run", "base", "--public", "reference", "--mode", "noised", "--kappa", 0.2, "--publish", "alphas=1,3",
-            *for_run(TRAINING), "--rounds", 1, "--out", "noised", "--keep", cwd=root,
+            "run", "base", "--public", "reference", "--mode", "noised", "--kappa", 0.2,
+            "--publish", "noise=zero-sum:1,3", *for_run(TRAINING), "--rounds", 1, "--out", "noised", "--keep", cwd=root,
         )  # fmt: skip
         copy = tensors(root / "noised/client/round_1/copy_1")
         delta = tensors(root / "noised/server/round_1/deltas/copy_1.safetensors")
@@ -267,7 +267,7 @@ class TestRun:
     def test_what_each_party_holds(self, mpu: Callable, root: Path) -> None:
         """No key, α or base weight in the client's folder; no record in the server's."""
         mpu(
-            "run", "base", "--public", "reference", "--kappa", 0.05, "--publish", "alphas=1.2345,2.3456",
+            "run", "base", "--public", "reference", "--kappa", 0.05, "--publish", "noise=zero-sum:1.2345,2.3456",
             *for_run(TRAINING),
             "--rounds", 1, "--keep", "--out", "out", cwd=root,
         )  # fmt: skip
@@ -295,9 +295,9 @@ class TestRun:
             (("--copies", 1), 2, "has to be permanent"),
             (("--rounds", 0), 2, "at least 1"),
             (("--forget", "none.jsonl"), 1, "none.jsonl"),
-            (("--publish", "alphas=1,two"), 2, "comma-separated numbers"),
-            (("--copies", 2, "--publish", "alphas=1,2,3"), 2, "3 numbers for 2 copies"),
-            (("--publish", "nodes=1,1"), 2, "two copies at the same node"),
+            (("--publish", "noise=zero-sum:1,two"), 2, "comma-separated numbers"),
+            (("--copies", 2, "--publish", "noise=zero-sum:1,2,3"), 2, "3 factors for 2 copies"),
+            (("--publish", "noise=extrapolate:1,1"), 2, "copies with the same factor"),
             (("--kappa", "-1"), 2, "at least 0"),
         ):
             mpu("run", "base", *arguments, "--out", "bad", cwd=root, refused=said, status=status)
@@ -566,13 +566,13 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         (root / "cases.toml").write_text(
             'base = "base"\nalgo = "gradascent"\ntemplate = "plain"\nepochs = 1\nrounds = 1\noptim = "sgd"\n'
             + '[eval]\nbenchmark = "qa"\nmetrics = ["forget_Q_A_Prob"]\ntemplate = "plain"\n'
-            + '[[cases]]\nlr = [1e-4, 1e30]\n[[cases]]\nlr = 1e-5\nalphas = "1,1"\n[[cases]]\nlr = 1e-5\n'
-            + 'mode = "noised"\nalphas = "1,2,3"\ncopies = 3\n'
+            + '[[cases]]\nlr = [1e-4, 1e30]\n[[cases]]\nlr = 1e-5\nnoise = "zero-sum:1,1"\n[[cases]]\nlr = 1e-5\n'
+            + 'mode = "noised"\nnoise = "zero-sum:1,2,3"\ncopies = 3\n'
         )
         mpu("sweep", "cases.toml", cwd=root, fails="1 of 4 experiments failed", status=1)
         lines = [json.loads(line) for line in (root / "cases/results.jsonl").read_text().splitlines()]
-        assert [(line.get("lr"), line.get("alphas")) for line in lines] == [
-            (1e-4, "default"), (1e-5, "1,1"), (1e-5, "1,2,3"),
+        assert [(line.get("lr"), line.get("noise")) for line in lines] == [
+            (1e-4, "default"), (1e-5, "zero-sum:1,1"), (1e-5, "zero-sum:1,2,3"),
         ]  # fmt: skip
 
     @pytest.mark.slow
@@ -717,7 +717,7 @@ def test_plan_counts(mpu: Callable, root: Path) -> None:
         3,
         1.5,
     )
-    other = mpu("plan", "base", "--nodes", "1,-2", "--json", cwd=root).json
+    other = mpu("plan", "base", "--noise", "extrapolate:1,-2", "--json", cwd=root).json
     assert other["noise"]["weights"] == pytest.approx([2 / 3, 1 / 3])
     assert (other["copies"], other["noise"]["variance_factor"]) == (2, pytest.approx(5 / 9))
     mpu("publish", "base", "--copies", 3, cwd=root)

@@ -138,7 +138,7 @@ def test_agreements_are_as_unlikely_as_is_said() -> None:
 def test_coordinates_that_were_drawn_again(mpu: Callable, base: Path, tmp_path: Path, symmetries: str) -> None:
     """The noise is found in whatever coordinates the model is."""
     folder = publish(mpu, base, "first", *NOISE, "--copies", 2, "--seed", 1)  # a random permutation has fixed points
-    again = ("--kappa", 0, "--symmetries", symmetries, "--copies", 2, "--run", "x", "--round", 1, "--seed", 2)
+    again = ("--kappa", 0, "--symmetries", symmetries, "--copies", 2, "--run", "x", "--seed", 2)
     (folder / "copy_2/mpu.json").unlink()  # whoever draws coordinates again does not say that it is a copy
     mpu("publish", folder / "copy_2", *again, "--out", tmp_path / "again", "--keys", tmp_path / "again.bin")
     [publication] = trace_json(mpu, tmp_path / "again/copy_1", *keys(folder))
@@ -325,7 +325,7 @@ def test_layers_that_differ_and_a_tensor_that_is_missing(mpu: Callable, tmp_path
 def test_a_slice_of_zeros_in_each_block_hides_nothing(mpu: Callable, base: Path, tmp_path: Path) -> None:
     """In coordinates that were drawn again: one matrix of a block says nothing, the others show where it lies."""
     folder = publish(mpu, base, "one", *NOISE, "--copies", 2)
-    again = ("--kappa", 0, "--copies", 2, "--run", "x", "--round", 1)
+    again = ("--kappa", 0, "--copies", 2, "--run", "x")
     (folder / "copy_2/mpu.json").unlink()  # whoever draws coordinates again does not say that it is a copy
     mpu("publish", folder / "copy_2", *again, "--out", tmp_path / "again", "--keys", tmp_path / "again.bin")
     zeroed = save_changed(

@@ -610,7 +610,7 @@ class TestReceipts:
 @pytest.mark.slow
 def test_a_check_against_the_copy_itself_or_a_later_one(mpu: Callable, root: Path) -> None:
     for number in (1, 2):
-        options = ("--copies", 2, "--run", "one", "--round", number)
+        options = ("--copies", 2, "--run", f"one:{number}")
         mpu("publish", "base", *options, "--out", f"round_{number}", "--keys", f"{number}.bin", cwd=root)
     for before, complaint in (("round_1/copy_1", "the copy itself"), ("round_2/copy_1", "swapped")):
         mpu("check", "round_1/copy_1", "--forget", "forget.jsonl", "--before", before, refused=complaint, cwd=root)

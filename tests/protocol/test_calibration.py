@@ -68,7 +68,7 @@ class TestPublished:
         """σ in every block of every copy; all copies together leave only the shared noise, or none."""
         outcome = mpu(
             "publish", base, "--dp", f"epsilon=4,delta=1e-6,sensitivity=0.05,adversary={adversary}",
-            "--symmetries", symmetries, "--dp", "budget_rounds=3", "--alphas", "1,2", "--out", tmp_path,
+            "--symmetries", symmetries, "--dp", "budget_rounds=3", "--noise", "zero-sum:1,2", "--out", tmp_path,
             "--keys", tmp_path / "k.bin", "--json",
         )  # fmt: skip
         needed = noise(4, 1e-6, 0.05, budget_rounds=3)

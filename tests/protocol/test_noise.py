@@ -13,7 +13,8 @@ from scipy import stats
 
 from mpu_cli.errors import UsageError
 from mpu_cli.files.randomness import Randomness, Stream, keystream, standard_normals
-from mpu_cli.protocol.noise import Extrapolated, Noise, Scales, ZeroSum, given_factors, mixing_matrix
+from mpu_cli.options.publishing import Copies
+from mpu_cli.protocol.noise import Extrapolated, Noise, Scales, ZeroSum, mixing_matrix, scheme_of
 
 KEY = bytes(range(32))
 N = 400_000
@@ -167,11 +168,11 @@ def test_default_nodes(copies):
     "nodes", [(1.0,), (1.0, 1.0), (1.0, 0.0), (1.0, math.nan), (1.0, math.inf), (1.0, 1 + 1e-9), (1.0, -1.0, 2.0)]
 )
 def test_nodes_that_are_none(nodes):
-    with pytest.raises(UsageError, match="--nodes"):
-        given_factors(None, None, ",".join(map(str, nodes)), 2)
+    with pytest.raises(UsageError, match="--noise extrapolate"):
+        scheme_of(Copies(copies=2, noise=f"extrapolate:{','.join(map(str, nodes))}"))
 
 
 @pytest.mark.parametrize("alphas", [(1.0,), (1.0, 0.0), (1.0, -1.0), (1.0, math.nan), (1.0, math.inf), (1.0, 2.0, 3.0)])
 def test_alphas_that_are_none(alphas):
-    with pytest.raises(UsageError, match="--alphas"):
-        given_factors(None, ",".join(map(str, alphas)), None, 2)
+    with pytest.raises(UsageError, match="--noise zero-sum"):
+        scheme_of(Copies(copies=2, noise=f"zero-sum:{','.join(map(str, alphas))}"))

@@ -42,7 +42,7 @@ class TestPublish:
     def test_noise_has_the_scale_asked_for(self, mpu, tmp_path, base):
         """σ of a block, measured in the files, is α_k·κ·RMS(base − reference)."""
         reference = save(random_model("llama", seed=5), tmp_path / "reference")
-        mpu("publish", base, "--public", reference, "--kappa", 0.3, "--alphas", "1,3", "--symmetries", "none",
+        mpu("publish", base, "--public", reference, "--kappa", 0.3, "--noise", "zero-sum:1,3", "--symmetries", "none",
             "--out", tmp_path, "--keys", tmp_path / "keys.bin", "--dtype", "float64")  # fmt: skip
         before, other = tensors(base), tensors(reference)
         blocks = layout_of(open_checkpoint(base).tensors, open_model(str(base)).config, "").blocks
@@ -64,9 +64,9 @@ class TestPublish:
             "--public PUBLIC",
             "--public PUBLIC --mark 0.05 --max-noise 0.05 --dtype float32",
             "--public PUBLIC --copies 2 --mark 0",
-            "--public PUBLIC --kappa 0.0123456789 --nodes 1,-1,0.3 --symmetries all --max-noise 0.5",
+            "--public PUBLIC --kappa 0.0123456789 --noise extrapolate:1,-1,0.3 --symmetries all --max-noise 0.5",
             "--public PUBLIC --permanent-noise 3.3333333 --copies 1",
-            "--kappa 0.5 --permanent-noise 0.2 --mark 0.2 --noise zero-sum --alphas 1,1.7",
+            "--kappa 0.5 --permanent-noise 0.2 --mark 0.2 --noise zero-sum:1,1.7",
             "--dp epsilon=2,delta=1e-5,sensitivity=0.12345678,adversary=one-copy,budget_rounds=4",
             "--kappa 0.1 --copies 3 --copy-recipients CLIENT",
             "--kappa 0.1 --copies 2 --copy-recipients CLIENT,OTHER",
@@ -142,7 +142,11 @@ class TestPublish:
         for copy in (1, 2):
             write_delta(tmp_path / f"copy_{copy}", tmp_path / f"deltas/copy_{copy}.safetensors", copy)
         aggregate(mpu, tmp_path)
-        for options, expected in (((), (keys_of(tmp_path).run, 2)), (("--run", "clinic"), ("clinic", 1))):
+        for options, expected in (
+            ((), (keys_of(tmp_path).run, 2)),
+            (("--run", "clinic"), ("clinic", 1)),
+            (("--run", "clinic:3"), ("clinic", 3)),
+        ):
             out = tmp_path / (options[-1] if options else "same")
             mpu("publish", tmp_path / "unlearned", "--copies", 2, *options, "--out", out, "--keys", out / "keys.bin")
             assert (keys_of(out).run, keys_of(out).round) == expected
@@ -194,7 +198,7 @@ class TestPublish:
         """Only the weights differ between the copies of two seeds, and the copies contain no secret."""
         edit(base / "config.json", _name_or_path="/srv/secret-model")
         (base / "training_args.bin").write_text("private")
-        out = mpu("publish", base, "--alphas", "1.25,1.75", "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+        out = mpu("publish", base, "--noise", "zero-sum:1.25,1.75", "--out", tmp_path, "--keys", tmp_path / "keys.bin")
         keys = keys_of(tmp_path)
         secrets = [keys.publication.seed.hex(), "1.25", "1.75", "secret-model", str(base)]
         secrets += [repr(sigma) for sigma in keys.sigma.values()]
@@ -281,7 +285,7 @@ class TestPublish:
     def test_one_seed_and_other_options_are_another_publication(self, mpu, tmp_path, base):
         ids = []
         for i, more in enumerate(
-            ([], ["--kappa", 0.1], ["--alphas", "1,3"], ["--nodes", "1,3"], ["--symmetries", "all"])
+            ([], ["--kappa", 0.1], ["--noise", "zero-sum:1,3"], ["--noise", "extrapolate:1,3"], ["--symmetries", "all"])
         ):
             mpu(
                 "publish",
@@ -363,7 +367,7 @@ def test_publish_says_what_a_copy_knows(mpu: Callable, tmp_path: Path, demo: Dem
         ((), 1, 0, HIDING_PERMANENT),
         (("--copies", 2), 2, HIDING_KAPPA, HIDING_PERMANENT),
         (("--noise", "zero-sum"), 3, HIDING_KAPPA, HIDING_PERMANENT),
-        (("--nodes", "1"), 1, 0, HIDING_PERMANENT),
+        (("--noise", "extrapolate:1"), 1, 0, HIDING_PERMANENT),
         (("--copy-recipients", "PUBLIC,PUBLIC"), 2, HIDING_KAPPA, HIDING_PERMANENT),
         (("--kappa", 0.01), 3, 0.01, 0),
         (("--permanent-noise", 2, "--copies", 1), 1, 0, 2),

@@ -33,8 +33,8 @@ TRAINING = (
 )  # fmt: skip
 
 
-def publish(mpu: Callable, root: Path, base: str, number: int, *options: object) -> None:
-    mpu("publish", base, "--copies", 2, "--kappa", 0.05, "--dtype", "float32", "--seed", 3, "--round", number,
+def publish(mpu: Callable, root: Path, base: str, number: int, *options: object, run: object = "") -> None:
+    mpu("publish", base, "--copies", 2, "--kappa", 0.05, "--dtype", "float32", "--seed", 3, "--run", f"{run}:{number}",
         "--out", f"r{number}", "--keys", f"r{number}/keys.bin", *options, cwd=root)  # fmt: skip
 
 
@@ -72,7 +72,7 @@ class TestReferenceFile:
         publish(mpu, root, "base", 1)
         mpu("unlearn", "r1/copy_1", *common, "--out", "d1.safetensors", cwd=root)
         save(random_model("llama", seed=5), root / "next")
-        publish(mpu, root, "next", 2, "--run", facts(root / "r1/copy_1")["run"])
+        publish(mpu, root, "next", 2, run=facts(root / "r1/copy_1")["run"])
         document = mpu("unlearn", "r2/copy_1", *common, "--out", "d2.safetensors", cwd=root).json
         means = []
         for copy in ("r1/copy_1", "r2/copy_1"):
@@ -121,7 +121,7 @@ class TestReferenceFile:
     @pytest.mark.slow
     def test_another_reference_is_refused(self, mpu: Callable, root: Path) -> None:
         publish(mpu, root, "base", 1)
-        publish(mpu, root, "base", 2, "--run", "other")
+        publish(mpu, root, "base", 2, run="other")
         common = (*TRAINING, "--reference-file", "ref.safetensors", "--out", "d", "--force")
         mpu("unlearn", "r2/copy_1", *common, cwd=root, fails="copy 1 of round 1", status=1)
         mpu("unlearn", "r1/copy_1", *common, cwd=root)

@@ -13,7 +13,6 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Opening, Report, paths_from
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.names import SYMMETRIES
-from mpu_cli.options.publishing import NoiseKind
 from mpu_cli.wording import few
 
 if TYPE_CHECKING:
@@ -47,12 +46,11 @@ class Audit(Command):
     public: str | None = option(
         None, "Public model that BASE was fine-tuned from, which an attacker also has.", metavar="MODEL"
     )
-    noise: NoiseKind | None = option(None, "Kind of noise that the attacker assumes (default: try both).")
-    nodes: str | None = option(
-        None, "extrapolate: multiples that the attacker assumes (default: as for publish).", metavar="C,…"
-    )
-    alphas: str | None = option(
-        None, "zero-sum: α that the attacker assumes (default: as for publish).", metavar="A,B,…"
+    noise: str | None = option(
+        None,
+        "Kind of noise that the attacker assumes, extrapolate or zero-sum, with its factors after a colon as for "
+        "publish (default: try both kinds).",
+        metavar="KIND",
     )
     symmetries: str | None = option(
         None, "Symmetries that the attacker assumes (default: as stated in the copies, else try each).",
@@ -83,9 +81,8 @@ class Audit(Command):
                     raise MpuError(f"{copy.source}: was not published with these keys")
         public = open_model(self.public) if self.public else None
         attempt = audit_as_believed(
-            copies, base, public, noise=self.noise, nodes=self.nodes, alphas=self.alphas, symmetries=self.symmetries,
-            fast=self.fast, observer=observer,
-        )  # fmt: skip
+            copies, base, public, noise=self.noise, symmetries=self.symmetries, fast=self.fast, observer=observer
+        )
         return attempt, keys.publication if keys else None
 
     def report(self, outcome: tuple[Attempt, Publication | None], observer: Observer) -> Report:
