@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
+from mpu_cli.commands.unlearn import Unlearn
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
 from mpu_cli.files.transaction import Transaction
@@ -16,7 +17,6 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, IDENTITY, Command, Report, Table
 from mpu_cli.options.declare import Fold, as_arguments, declared_options, flat, from_flat, group, option
 from mpu_cli.options.evaluation import Checking, Scoring
-from mpu_cli.options.unlearning import Checks, Goal, Unlearning
 from mpu_cli.subprocesses import process_count
 from mpu_cli.version import __version__
 from mpu_cli.wording import command_line
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
 ALLOW = Fold("allow", "Do what is refused otherwise.")
 SETS = {  # as the table calls them
     "forget": "to forget", "held_out": "to keep, held out", "retain": "to keep, trained on", "unseen": "never seen",
-    "general": "general",
 }  # fmt: skip
 
 
@@ -104,7 +103,7 @@ class Check(Command):
             written = transaction.add(self.receipt) if self.receipt else None  # fails before anything is read
             sets = _sets(self.checking, observer)
             if self.receipt and not self.outside_dp:
-                _check_unbounded({name: records for name, records in sets.items() if name != "general"})
+                _check_unbounded(sets)
             with opened_copy(self.copy, self.identity, observer) as source:
                 checked = self._check(open_model(source, links=False), sets, observer)
             if written and checked.receipt:
@@ -183,7 +182,7 @@ class Check(Command):
         if facts is None:
             return Checked(self, verdict, None, known)
         public_weights = fingerprint(public_model.checkpoint) if public_model else None
-        records, nonce = commit_to({name: sets[name] for name in sets if name != "general"}, own_client_secret())
+        records, nonce = commit_to(sets, own_client_secret())
         receipt = new_receipt(
             verdict, copy=facts, before=earlier_facts, public=public_weights,
             records=records, nonce=nonce, version=__version__,
@@ -219,11 +218,8 @@ class Check(Command):
             observer.note(f"next: {verdict.request}")
         if verdict.needs_another_round:
             # On the checked copy, with the check's records, goal and way to read them; how the check ran is left out.
-            of_unlearn = {*declared_options(Unlearning), *declared_options(Goal), *declared_options(Checks)}
-            left_out = (declared_options(Checking).keys() - of_unlearn) | declared_options(Scoring).keys()
-            again = command_line(
-                "mpu", "unlearn", *_all_copies(self.copy), *as_arguments(checked.by.checking, left_out)
-            )
+            options = as_arguments(checked.by.checking, declared_options(Scoring), of=Unlearn)
+            again = command_line("mpu", Unlearn.NAME, *_all_copies(self.copy), *options)
             first = "next:" if verdict.step is None else "or, if the server no longer has the deltas:"
             observer.note(f"{first} `{again}`, and return the delta to the server")
         document = {
@@ -271,8 +267,6 @@ def _tell_shares(verdict: Verdict, observer: Observer) -> None:
     if verdict.kept:
         trained = f"; of those trained on, {verdict.kept_trained.estimate:.0%}" if verdict.kept_trained else ""
         observer.note(f"kept of the others: {verdict.kept}{trained}; at least {verdict.min_kept:.0%} has to be")
-    if verdict.kept_general:
-        observer.note(f"kept of what is general: {verdict.kept_general}; the verdict does not count it")
 
 
 def _sets(options: Checking, observer: Observer) -> dict[str, Sequence[Record]]:
@@ -294,8 +288,6 @@ def _sets(options: Checking, observer: Observer) -> dict[str, Sequence[Record]]:
     if goal.unseen:
         data = with_unseen(data, goal.unseen, reading, observer)
     sets = {"forget": data.forget, "held_out": data.held_out, "retain": data.retain, "unseen": data.unseen}
-    if options.general:
-        sets["general"] = read_records(options.general, reading, observer=observer)
     return {name: distinct(records) for name, records in sets.items() if records}
 
 

@@ -103,8 +103,7 @@ class Receipt(Document, forbid_unknown_fields=True):
     copy: CopyFacts
     before: CopyFacts | None  # of the copy that was trained on, if it was measured
     public: Fingerprint | None  # of the model whose probabilities stand for a stranger's, if there was one
-    # The sets of which the copy was asked, besides general records, which decide nothing.
-    sets: Annotated[tuple[MeasuredSet, ...], Meta(max_length=4)]
+    sets: Annotated[tuple[MeasuredSet, ...], Meta(max_length=4)]  # of which the copy was asked
     records_at_most: Count  # the number of records to forget, up to a power of two
     left: Percent | None
     left_high: Percent | None  # the end of the interval of ``left``

@@ -74,7 +74,6 @@ class Verdict:
     min_kept: float
     scores: dict[str, SetScore]  # of the sets, by name, for people
     same_reading_context: bool = True  # the model reads records as the one before did; else nothing is decided
-    kept_general: Share | None = None  # of records that have nothing to do with either set; decides nothing
     has_stranger: bool = True  # unseen records or a public model show the guesses of a model that never saw the records
     tail: Tail | None = None  # the number of records that stand out, None if a stranger's knowledge is unknown
 
@@ -214,17 +213,17 @@ def judge(
     min_kept: float,
     same_reading_context: bool = True,
 ) -> Verdict:
-    """The verdict on a model from scores ``after`` and ``before`` of the sets forget, unseen, held_out, retain and
-    general, and of forget and unseen under a model that never saw them, ``public``."""
+    """The verdict on a model from scores ``after`` and ``before`` of the sets forget, unseen, held_out and retain,
+    and of forget and unseen under a model that never saw them, ``public``."""
     scores = {name: _set_score(each) for name, each in after.items()}
     scores |= {f"{name} before": _set_score(each) for name, each in before.items()}
     left = _left(after, before, public) if "forget" in before else None
-    kept, trained, general = (_kept(after, before, name) for name in ("held_out", "retain", "general"))
+    kept, trained = (_kept(after, before, name) for name in ("held_out", "retain"))
     if kept is None:  # without held-out records, those that were trained on decide
         kept, trained = trained, None
     return Verdict(
         left=left, kept=kept, kept_trained=trained, max_left=max_left, min_kept=min_kept, scores=scores,
-        same_reading_context=same_reading_context, kept_general=general,
+        same_reading_context=same_reading_context,
         has_stranger="unseen" in after or public is not None, tail=_tail(after, before, public, max_left),
     )  # fmt: skip
 

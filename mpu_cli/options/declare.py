@@ -418,13 +418,14 @@ def _parsed(declaration: Declaration, text: str) -> object:
     return text
 
 
-def as_arguments(options: Options, without: Collection[str] = ()) -> list[str]:
-    """The ``options`` that differ from the defaults, as on the command line, except those ``without``."""
+def as_arguments(options: Options, without: Collection[str] = (), *, of: AnyClass = None) -> list[str]:
+    """The ``options`` that differ from the defaults, as on the command line, except those ``without``; ``of``: those
+    that this other group has, as on its command line."""
     words: list[str] = []
     folded: dict[Fold, dict[str, Any]] = {}
-    values, group_class = flat(options), type(options)
-    for name, declaration in declared_options(group_class).items():  # type: ignore[arg-type] # a class has a hash
-        value = values[name]
+    values = flat(options)
+    for name, declaration in declared_options(cast(AnyClass, of or type(options))).items():
+        value = values.get(name)
         if name in without or value in (declaration.default, None, ()):
             continue
         if declaration.fold:

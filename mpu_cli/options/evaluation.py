@@ -10,7 +10,7 @@ from mpu_cli.errors import UsageError
 from mpu_cli.options.declare import Fold, Options, Range, group, option
 from mpu_cli.options.names import ATTACKS, BENCHMARKS
 from mpu_cli.options.publishing import StoredDtype
-from mpu_cli.options.unlearning import DEVICE, Goal, Prompts, Quantization, RecordFormat
+from mpu_cli.options.unlearning import DEVICE, READING, Goal, Prompts, Quantization, RecordFormat
 
 SCORING = Fold("scoring", "How the model computes.")
 ATTACK_NUMBERS: dict[str, tuple[float, ...]] = {"relearn": (20, 1e-5), "sample": (8,)}  # after a colon each
@@ -115,16 +115,11 @@ class Checking(Options):
         "are to it is compared record by record.",
         metavar="MODEL",
     )
-    general: str | None = option(
-        None,
-        "Public text or questions that have nothing to do with the records: says how much of what was known of them is "
-        "kept, beside the verdict, and is in no receipt.",
-        metavar="DATA",
-    )
     goal: Goal = group(Goal)
-    reading: RecordFormat = group(RecordFormat)
+    # The client's note has all of these, so they are rarely typed.
+    reading: RecordFormat = group(RecordFormat, fold=READING)
     prompts: Prompts = group(Prompts)
-    scoring: Scoring = group(Scoring)
+    scoring: Scoring = group(Scoring, fold=SCORING)
 
 
 @dataclass(frozen=True, kw_only=True)

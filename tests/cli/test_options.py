@@ -26,6 +26,7 @@ from safetensors.torch import save_file
 
 from mpu_cli.cli.main import COMMANDS, application, main
 from mpu_cli.cli.output import progress_columns
+from mpu_cli.commands.check import Check
 from mpu_cli.commands.unlearn import Unlearn
 from mpu_cli.files.manifest import DeltaManifest, as_metadata, delta_facts
 from mpu_cli.files.reader import OPTION
@@ -33,6 +34,7 @@ from mpu_cli.lab.relearning import ATTACKS
 from mpu_cli.model.family import SETS
 from mpu_cli.options import names
 from mpu_cli.options.declare import OTHER_NAMES, as_arguments, declared_options, folds_of, from_flat, unfold
+from mpu_cli.options.evaluation import Scoring
 from mpu_cli.options.publishing import Publishing
 from mpu_cli.options.unlearning import AUTO, Loss, Unlearning
 from mpu_cli.protocol.noise import SCHEMES
@@ -450,6 +452,25 @@ class TestFolds:
         expected = Unlearn.of(["copy"], system_prompt=prompt, turns="all")
         [_, text] = as_arguments(expected, without=("copies",))
         assert from_flat(Unlearn, {"copies": ["copy"], **unfold(reading, text.split("\n"), declared)}) == expected
+
+    def test_what_one_command_reads_is_said_as_another_reads_it(self) -> None:
+        """`check` prints the command of `unlearn` that follows: --columns stands alone there, and how `check` computes
+        is left out."""
+        declared = declared_options(Check)
+        columns = "question=Ask,answer=Reply"
+        texts = {
+            "reading": [f"columns={columns},encoding=cp1252,turns=all"],
+            "scoring": ["device=cpu,batch_size=4"],
+            "goal": ["max_left=0.1"],
+        }
+        folds = {fold.name: fold for fold in folds_of(declared)}
+        values = {name: value for fold in texts for name, value in unfold(folds[fold], texts[fold], declared).items()}
+        checking = from_flat(Check, {"copy": "copy_1", **values}).checking
+        assert (checking.reading.columns, checking.scoring.device) == (columns, "cpu")
+        words = as_arguments(checking, declared_options(Scoring), of=Unlearn)
+        assert words == [
+            "--columns", columns, "--encoding", "cp1252", "--reading", "turns=all", "--goal", "max_left=0.1"
+        ]  # fmt: skip
 
     def test_a_variable_and_a_repeated_option(
         self, mpu: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

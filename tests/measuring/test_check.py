@@ -93,25 +93,6 @@ def test_shares_follow_from_the_numbers_of_eval(mpu: Callable, folder: Path, dem
     assert undecided.status == 1
 
 
-@pytest.mark.slow
-def test_general_ability_is_told_and_not_judged(mpu: Callable, folder: Path, demo: DemoModel) -> None:
-    """As a share of what `eval` says; the verdict is the same without it, and the receipt is of the others."""
-    general = folder / "general.jsonl"
-    rows = [{"question": f"What is {n} plus {n}?", "answer": f"It is {2 * n}."} for n in range(20)]
-    general.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    copy, before, out = folder / "other/copy_1", folder / "same/copy_2", folder / "eval.json"
-    told = check(mpu, copy, folder, demo, "--general", general, "--receipt", folder / "a.json")
-    silent = check(mpu, copy, folder, demo)
-    after, earlier = (probabilities(mpu, model, general, out) for model in (copy, before))
-    kept = sum(map(min, after, earlier)) / sum(earlier)
-    assert told["kept_general"]["estimate"] == pytest.approx(kept, abs=0.0101)
-    assert silent["kept_general"] is None
-    for name in ("left", "kept", "verdict"):
-        assert told[name] == silent[name]
-    opened = ("--forget", demo.forget, "--retain", demo.retain, "--unseen", folder / "unseen.jsonl")
-    mpu("receipt", folder / "a.json", *opened)
-
-
 def scores(*probabilities: float) -> RecordScores:
     return RecordScores(list(probabilities), [False] * len(probabilities))
 
