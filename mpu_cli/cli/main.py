@@ -44,7 +44,7 @@ from mpu_cli.errors import MpuError, Stopped, no_space
 from mpu_cli.flower.command import Watch
 from mpu_cli.lab.commands import PANELS as LAB
 from mpu_cli.options.command import Command
-from mpu_cli.options.declare import AGAIN, OTHER_NAMES, declared_options, folds_of
+from mpu_cli.options.declare import AGAIN, OTHER_NAMES, declared_options, folds_of, spelled_for
 from mpu_cli.version import __version__
 from mpu_cli.wording import printable
 
@@ -163,7 +163,10 @@ def main(arguments: list[str] | None = None) -> None:
             _fail(text, debug, f"see '{context.command_path if context else 'mpu'} --help'")
     except MpuError as error:
         status = error.exit_status
-        _fail(naming_variables(error.problem, arguments, os.environ), debug, error.hint)
+        problem, hint = error.problem, error.hint or ""
+        if called := named_command(arguments):
+            problem, hint = spelled_for(called, problem), spelled_for(called, hint)
+        _fail(naming_variables(problem, arguments, os.environ), debug, hint)
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or the interpreter complains on exit
         status = 1
@@ -192,10 +195,14 @@ def main(arguments: list[str] | None = None) -> None:
 REPEATED = ("--forget", "--retain", "--unseen")  # records, of which several sources can be named
 
 
+def named_command(arguments: list[str]) -> type[Command] | None:
+    return next((COMMANDS[each] for each in arguments if each in COMMANDS), None)
+
+
 def join_repeated_options(arguments: list[str]) -> list[str]:
     """``arguments`` with repeated options joined into one: records as lines, options of several parts with AGAIN
     between them. Of other options the last one counts, but nobody would notice records that were named and not read."""
-    command = next((COMMANDS[each] for each in arguments if each in COMMANDS), None)
+    command = named_command(arguments)
     repeated = {*REPEATED, *(fold.flag for fold in folds_of(declared_options(command) if command else {}))}
     end = arguments.index("--") if "--" in arguments else len(arguments)
     remaining: list[str] = []

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import types
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
@@ -125,10 +126,12 @@ class Declaration:
     in_files: bool = True  # whether a file of options may set it
     imports: bool = False  # a module, if the value has a colon: module:function
     fold: Fold | None = None  # the option of the command line that this one is a part of
+    other_flags: tuple[str, ...] = ()  # in commands where it stands apart, or is a part of another option
 
     def part_of(self, fold: Fold) -> Declaration:
         """This option as a part of ``fold``."""
-        return replace(self, fold=fold, flag=f"{fold.flag} {self.name.removeprefix(f'{fold.name}_')}")
+        flag = f"{fold.flag} {self.name.removeprefix(f'{fold.name}_')}"
+        return replace(self, fold=fold, flag=flag, other_flags=(*self.other_flags, self.flag))
 
     @property
     def key(self) -> str:
@@ -354,6 +357,20 @@ def folds_of(declarations: Mapping[str, Declaration]) -> dict[Fold, list[Declara
         if declaration.fold:
             folds.setdefault(declaration.fold, []).append(declaration)
     return folds
+
+
+def spelled_for(group_class: AnyClass, text: str) -> str:
+    """``text``, such as an error's, with each option as ``group_class`` has it: --unlearn precision=float64 in a
+    command that has the options of `unlearn` as parts of one."""
+    declarations = declared_options(group_class).values()
+    present = {declared.flag.split()[0] for declared in declarations}
+    for declared in declarations:
+        value = "|".join([r"-?[\d.]", r"\S+=", *map(re.escape, declared.choices)])  # and not the sentence's next word
+        for flag in declared.other_flags:
+            if flag not in present and flag != declared.flag:
+                text = re.sub(rf"{flag} (?={value})", f"{declared.flag}=", text)
+                text = re.sub(rf"{flag}(?![a-z0-9_-])", declared.flag, text)
+    return text
 
 
 def unfold(fold: Fold, texts: Iterable[str], declarations: Mapping[str, Declaration]) -> dict[str, object]:

@@ -33,7 +33,15 @@ from mpu_cli.files.reader import OPTION
 from mpu_cli.lab.relearning import ATTACKS
 from mpu_cli.model.family import SETS
 from mpu_cli.options import names
-from mpu_cli.options.declare import OTHER_NAMES, as_arguments, declared_options, folds_of, from_flat, unfold
+from mpu_cli.options.declare import (
+    OTHER_NAMES,
+    as_arguments,
+    declared_options,
+    folds_of,
+    from_flat,
+    spelled_for,
+    unfold,
+)
 from mpu_cli.options.evaluation import Scoring
 from mpu_cli.options.publishing import Publishing
 from mpu_cli.options.unlearning import AUTO, Loss, Unlearning
@@ -452,6 +460,28 @@ class TestFolds:
         expected = Unlearn.of(["copy"], system_prompt=prompt, turns="all")
         [_, text] = as_arguments(expected, without=("copies",))
         assert from_flat(Unlearn, {"copies": ["copy"], **unfold(reading, text.split("\n"), declared)}) == expected
+
+    @pytest.mark.parametrize(
+        ("command", "text", "spelled"),
+        [
+            ("run", "--precision mixed does not work with --training compile",
+             "--unlearn precision=mixed does not work with --unlearn compile"),
+            ("run", "--lora alpha needs --lora rank", "--unlearn lora_alpha needs --unlearn lora_rank"),
+            ("run", "use --optim adamw-blockwise or --kappa 0", "use --unlearn optim=adamw-blockwise or --kappa 0"),
+            ("rehearse", "--batch-size 0: too few, --weight-decay -1: too little",
+             "--batch-size 0: too few, --unlearn weight_decay=-1: too little"),
+            ("check", "name them: --columns question=Ask", "name them: --reading columns=question=Ask"),
+            ("unlearn", "--precision mixed, --lora rank, --columns question=Ask",
+             "--precision mixed, --lora rank, --columns question=Ask"),
+        ],
+    )  # fmt: skip
+    def test_errors_name_options_as_the_command_has_them(self, command: str, text: str, spelled: str) -> None:
+        assert spelled_for(COMMANDS[command], text) == spelled
+
+    def test_an_error_of_unlearn_in_another_command(self, mpu: Callable, root: Path) -> None:
+        for option in ("lora_alpha", "dp_budget"):
+            run = ("run", "base", "--unlearn", f"{option}=2", "--dry-run")
+            mpu(*run, cwd=root, refused=f"--unlearn {option}", status=2)
 
     def test_what_one_command_reads_is_said_as_another_reads_it(self) -> None:
         """`check` prints the command of `unlearn` that follows: --columns stands alone there, and how `check` computes
