@@ -3,10 +3,10 @@
 python examples/tracing.py TARGET PRETRAINED FORGET RETAIN [--columns NAME=COLUMN,…] [--steps N] [--out FILE]
 
 Publishes TARGET three times with the defaults (one copy for client A, three for client B, one for client C), changes
-A's copy (or, where a row says so, several) in one way for each row, and prints what `mpu trace` finds with the keys
-of all three: z and share of the marks, z of the noise of B's copies, the most places at which coordinates agree, who
-is named, and the loss per answer token on RETAIN. Colluding clients undo each other's coordinates with the keys,
-which is more than they could do. At the end, what the mark costs the server's update.
+A's copy (or, where a row says so, several) in one way for each row, and prints what `mpu trace` finds with the keys of
+all three: z and share of the watermarks, z of the noise of B's copies, the most places at which coordinates agree, who
+is named, and the loss per answer token on RETAIN. Colluding clients undo each other's coordinates with the keys, which
+is more than they could do. At the end, what the watermark costs the server's update.
 """
 
 from __future__ import annotations
@@ -240,7 +240,7 @@ class Local:
 
 
 def served(leak: Leak) -> list[str]:
-    """z of the mark by log-probabilities alone, of A's copy, which is traced with A's and with C's keys."""
+    """z of the watermark by log-probabilities alone, of A's copy, which is traced with A's and with C's keys."""
     target = open_model(leak.arguments.target)
     publications = [PublicationKeys(client, open_keys(leak.folder / f"{client}.bin"), target) for client in ("A", "C")]
     texts = Path(leak.arguments.retain).read_text().splitlines()
@@ -258,30 +258,32 @@ def served(leak: Leak) -> list[str]:
             chosen = leak.folder / "texts.jsonl"
             chosen.write_text("\n".join(texts[:count]) + "\n")
             found = trace_endpoint(endpoint, publications, chosen)
-            marks = [publication.mark for publication in found.publications]
-            cells.append(", ".join(f"{mark.z:.1f}" for mark in marks if mark))
+            watermarks = [publication.watermark for publication in found.publications]
+            cells.append(", ".join(f"{watermark.z:.1f}" for watermark in watermarks if watermark))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
 def errors(leak: Leak) -> list[str]:
-    """How far the server's update is from that of unlearning on the model itself, without the mark and with it."""
+    """How far the server's update is from that of unlearning on the model itself, without the watermark and with it."""
     arguments = leak.arguments
     columns = ["--columns", arguments.columns] if arguments.columns else []
     records = ["--forget", arguments.forget, "--retain", arguments.retain, *columns, "--algo", "npo"]
     clean_file = leak.folder / "clean.safetensors"
     leak.mpu("unlearn", arguments.target, *records, "--out", clean_file)
     clean, distances = load_file(clean_file), []
-    for mark in (0, 0.1):
-        out = leak.folder / f"mark_{mark}"
-        options = ["--public", arguments.pretrained, "--mark", mark, "--out", out, "--keys", out / "keys.bin"]
+    for watermark in (0, 0.1):
+        out = leak.folder / f"watermark_{watermark}"
+        options = ["--public", arguments.pretrained, "--watermark", watermark, "--out", out, "--keys", out / "keys.bin"]
         leak.mpu("publish", arguments.target, *options)
         leak.mpu("unlearn", out / "copy_1", *records, "--out", out / "d.safetensors")
         leak.mpu("invert", out / "d.safetensors", "--keys", out / "keys.bin", "--out", out)
         update = load_file(out / "copy_1.safetensors")
         off = sum(float((update[name].double() - change.double()).square().sum()) for name, change in clean.items())
         distances.append((off / sum(float(change.double().square().sum()) for change in clean.values())) ** 0.5)
-    return [f"Update's distance from the clean one: {distances[0]:.4f} without a mark, {distances[1]:.4f} with it."]
+    return [
+        f"Update's distance from the clean one: {distances[0]:.4f} without a watermark, {distances[1]:.4f} with it."
+    ]
 
 
 def main() -> None:
@@ -295,7 +297,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    lines = ["| what was done | z of the mark | z of noise | coordinates | named | loss |", "|---|---|---|---|---|---|"]
+    lines = [
+        "| what was done | z of the watermark | z of noise | coordinates | named | loss |",
+        "|---|---|---|---|---|---|",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CONFIG_HOME"] = f"{folder}/config"
         leak = Leak(arguments, Path(folder))
@@ -307,17 +312,17 @@ def main() -> None:
             model = make()
             public = ["--public", arguments.pretrained] if "public model" in what else []
             found = json.loads(leak.mpu("trace", model, *keys, "--base", arguments.target, *public, "--json"))
-            marks, noises, agreeing, named = [], [], [], []
+            watermarks, noises, agreeing, named = [], [], [], []
             for client, publication in zip("ABC", found["publications"], strict=True):
-                mark = publication["mark"]
-                marks.append(f"{client} {mark['z'] or 0:.1f} ({mark['share'] or 0:.2f})")
+                watermark = publication["watermark"]
+                watermarks.append(f"{client} {watermark['z'] or 0:.1f} ({watermark['share'] or 0:.2f})")
                 for each in publication["copies"]:
                     if each["noise"] and each["noise"]["z"] is not None:
                         noises.append(f"{client}{each['copy']} {each['noise']['z']:.1f}")
                     agreeing.append(each["agreements"] or 0)
                 copies = "".join(map(str, publication["copies_named"]))
                 named += [f"{client}{copies}"] if publication["named"] else []
-            cells = [", ".join(marks), ", ".join(noises), f"{max(agreeing)}", ", ".join(named) or "none",
+            cells = [", ".join(watermarks), ", ".join(noises), f"{max(agreeing)}", ", ".join(named) or "none",
                      f"{leak.loss(Path(model)):.3f}"]  # fmt: skip
             lines.append(f"| {what} | {' | '.join(cells)} |")
             print(lines[-1], flush=True)

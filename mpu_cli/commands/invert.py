@@ -60,7 +60,7 @@ class Invert(Command):
 
         from mpu_cli.protocol.deltas import InverseMaps, invert
         from mpu_cli.protocol.keys import published_base
-        from mpu_cli.protocol.marks import PLANTED, fingerprints, noise_in
+        from mpu_cli.protocol.watermarks import PLANTED, fingerprints, noise_in
 
         keys, deltas = self._opened(observer)
         model = published_base(keys, self.base)
@@ -68,13 +68,14 @@ class Invert(Command):
             observer.stage("invert", sum(delta.checkpoint.nbytes for delta in deltas))
             for delta in deltas:
                 invert(model, delta, target=self._target(delta), transaction=transaction, observer=observer)
-            marks = fingerprints(model, [keys], marks_only=True)
+            watermarks = fingerprints(model, [keys], watermarks_only=True)
             for delta in deltas:
-                planted = noise_in(InverseMaps([delta], model.layout), torch.ones(1), marks)
+                planted = noise_in(InverseMaps([delta], model.layout), torch.ones(1), watermarks)
                 if planted.z >= PLANTED:
                     observer.warn(
-                        f"{delta.path}: has the mark of the copies of {planted.publication} (z = {planted.z:.1f}), as "
-                        "if such a copy had been added; `mpu aggregate` takes it out, adding this to a model does not"
+                        f"{delta.path}: has the watermark of the copies of {planted.publication} (z = {planted.z:.1f}),"
+                        " as if such a copy had been added; `mpu aggregate` takes it out, adding this to a model does "
+                        "not"
                     )
         return [self._target(delta) for delta in deltas]
 

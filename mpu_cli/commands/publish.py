@@ -252,7 +252,7 @@ class Publish(Command):
 
 def command_to_publish(model: Path, keys: Keys) -> str:
     """The command that publishes ``model`` as the last publication was: with noise of its kind and scale, its
-    symmetries, mark, layers and dtype, sealed for the same clients."""
+    symmetries, watermark, layers and dtype, sealed for the same clients."""
     from mpu_cli.files.reader import WORD
     from mpu_cli.protocol.noise import SCHEMES
 
@@ -264,7 +264,7 @@ def command_to_publish(model: Path, keys: Keys) -> str:
     publication = keys.publication
     scheme, calibration = publication.scheme, publication.calibration
     command: list[str | Path] = ["mpu", "publish", model]
-    usual = Disguise(mark=0.0)  # the values where none are given
+    usual = Disguise(watermark=0.0)  # the values where none are given
     if keys.reference is not None:
         command += ["--public", keys.reference]
         chosen = Disguise(copies=keys.copies).with_scale(with_pretrained=True)
@@ -283,8 +283,8 @@ def command_to_publish(model: Path, keys: Keys) -> str:
         command += ["--kappa", exact(publication.kappa)]
         if publication.shared_kappa:
             command += ["--permanent-noise", exact(publication.shared_kappa)]
-    if publication.mark != usual.mark:
-        command += ["--mark", exact(publication.mark)]
+    if publication.watermark != usual.watermark:
+        command += ["--watermark", exact(publication.watermark)]
     if publication.max_noise and publication.max_noise != usual.max_noise:
         command += ["--max-noise", exact(publication.max_noise)]
     if scheme != SCHEMES[scheme.kind].default(keys.copies):

@@ -82,12 +82,12 @@ def publication_in(experiment: Experiment, *, seed: bytes, run: str = "", number
 
 
 def _model_itself(published: Publication) -> Publication:
-    return replace(published, scheme=ZeroSum((1.0,)), kappa=0.0, shared_kappa=0.0, mark=0.0, symmetries="none")
+    return replace(published, scheme=ZeroSum((1.0,)), kappa=0.0, shared_kappa=0.0, watermark=0.0, symmetries="none")
 
 
 def _one_noised_copy(published: Publication) -> Publication:
     mean = math.fsum(published.scheme.scales) / published.copies
-    return replace(published, scheme=ZeroSum((mean,)), mark=0.0, symmetries="none")
+    return replace(published, scheme=ZeroSum((mean,)), watermark=0.0, symmetries="none")
 
 
 # The publication in a mode, in place of the one that the options describe.

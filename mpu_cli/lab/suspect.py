@@ -24,7 +24,7 @@ from mpu_cli.model.sampling import AxisMap, Maps
 from mpu_cli.model.source import locate
 from mpu_cli.model.staging import is_adapter
 from mpu_cli.model.transform import TensorMap, Transform, as_matrix, name_in_copy, row_slices, tensor_map
-from mpu_cli.protocol.marks import clip, median_size
+from mpu_cli.protocol.watermarks import clip, median_size
 
 # A suspect whose weights were changed for nothing: turned, its tokens reordered, tokens or neurons added.
 #

@@ -197,9 +197,9 @@ class Jobs:
 AS_TRAINED = ("template", "system_prompt", "date", "device", "data_dir", "columns")
 # options that a mode ignores: cells that differ only in these are the same experiment
 _OF_COPIES = (
-    "kappa", "permanent_noise", "copies", "noise", "symmetries", "mark", "max_noise", "secret_seed",
+    "kappa", "permanent_noise", "copies", "noise", "symmetries", "watermark", "max_noise", "secret_seed",
 )  # fmt: skip
-IGNORED = {"clean": _OF_COPIES, "clean-rounds": _OF_COPIES, "noised": ("symmetries", "mark")}
+IGNORED = {"clean": _OF_COPIES, "clean-rounds": _OF_COPIES, "noised": ("symmetries", "watermark")}
 FORGET_QUALITY = "forget_quality"
 LOGGED = ("forget_truth_ratio", "forget_Q_A_ROUGE", "mia_min_k")  # of the retain model, for what compares with it
 RETAIN_MODEL = "retain_model"  # of [eval]: the model that never saw the forget set, of which the sweep makes the log

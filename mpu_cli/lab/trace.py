@@ -7,7 +7,7 @@ follow, whose distributions under that hypothesis do not depend on the model:
   with a copy's secret ones in at least k places with a probability of at most 1/(2ᵏ·k!) (``suspect.log_chance``).
 - *Noise.* r is what is left of the difference between the model and the base, a slice of weights after the other, once
   the base, permanent noise and the public model are regressed out of it and its tails are clipped. The noise n of a
-  copy, or the mark of a publication, was drawn from independent standard normals, so z = Σ w⟨r, n⟩ / √(Σ w²‖r‖²‖t‖²) is
+  copy, or a publication's watermark, was drawn from independent standard normals, so z = Σ w⟨r, n⟩ / √(Σ w²‖r‖²‖t‖²) is
   standard normal given r, whatever r is; t is how n is mixed from its draws, and w = a/mean(r²) gives weights that were
   changed less more say. a is how much the slice has of the base's: whoever leaks a copy chooses its scale, so that
   shares of the noise are relative to it.
@@ -56,9 +56,9 @@ from mpu_cli.model.transform import TensorMap, Transform, as_matrix, row_slices
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.protocol.deltas import check_base
 from mpu_cli.protocol.keys import Keys
-from mpu_cli.protocol.marks import clip, without
 from mpu_cli.protocol.noise import Noise, Scales
 from mpu_cli.protocol.publication import matching
+from mpu_cli.protocol.watermarks import clip, without
 from mpu_cli.records.encode import Encoding
 from mpu_cli.records.read import read_records
 
@@ -117,12 +117,12 @@ class CopyEvidence:
 
 @dataclass(frozen=True)
 class PublicationEvidence:
-    """The evidence that a model was made from the copies of one publication. ``label``: its keys' name; ``mark``: the
-    evidence of the mark, None if it has none."""
+    """The evidence that a model was made from the copies of one publication. ``label``: its keys' name; ``watermark``:
+    the evidence of the watermark, None if it has none."""
 
     label: str
     keys: Keys
-    mark: NoiseEvidence | None
+    watermark: NoiseEvidence | None
     copies: tuple[CopyEvidence, ...]
     tensors: int
     total_tensors: int
@@ -134,8 +134,8 @@ class PublicationEvidence:
 
     @property
     def noises(self) -> list[NoiseEvidence]:
-        """The evidence of the mark, and of each copy's own noise."""
-        return ([self.mark] if self.mark else []) + [copy.noise for copy in self.copies if copy.noise]
+        """The evidence of the watermark, and of each copy's own noise."""
+        return ([self.watermark] if self.watermark else []) + [copy.noise for copy in self.copies if copy.noise]
 
 
 @dataclass(frozen=True)
@@ -171,9 +171,9 @@ class Trace:
         """The copies whose coordinates the model has; else the copy whose noise it has, to the right amount.
 
         The noise of several copies may be multiples of one draw. It is the copy's if there is as much of it as of the
-        mark, which all copies have alike; where no amount is known, all of these copies are named. Empty if only the
-        mark is found, or if a mixture of other copies could have as much: of three and more multiples of one draw it
-        can.
+        watermark, which all copies have alike; where no amount is known, all of these copies are named. Empty if only
+        the watermark is found, or if a mixture of other copies could have as much: of three and more multiples of one
+        draw it can.
         """
         if len(publication.copies) == 1 and self.is_named(publication):
             return [publication.copies[0]]
@@ -189,11 +189,11 @@ class Trace:
         if any(math.isnan(noise.share) for _, noise in by_noise):
             largest = max(noise.z for _, noise in by_noise)
             return [each for each, noise in by_noise if noise.z > SAME_Z * largest]
-        marked = publication.mark is not None and self.is_significant(publication.mark.log_p_as_source)
-        expected = publication.mark.share if publication.mark and marked else 1.0
+        watermarked = publication.watermark is not None and self.is_significant(publication.watermark.log_p_as_source)
+        expected = publication.watermark.share if publication.watermark and watermarked else 1.0
         off = {each.copy: abs(noise.share / expected - 1) for each, noise in by_noise}
         nearest = [each for each, _ in by_noise if off[each.copy] == min(off.values())]
-        return nearest if nearest and (not marked or off[nearest[0].copy] < SAME_SHARE) else []
+        return nearest if nearest and (not watermarked or off[nearest[0].copy] < SAME_SHARE) else []
 
 
 # The noise of a publication as a trace looks for it, and the sums from which z follows.
@@ -210,7 +210,7 @@ class PublicationKeys:
 
 @dataclass
 class Sums:
-    """Σ w⟨r, n⟩, Σ w²‖r‖²‖t‖² and Σ w·‖t‖²·(number of weights), for the mark and for each copy, (noises, 3)."""
+    """Σ w⟨r, n⟩, Σ w²‖r‖²‖t‖² and Σ w·‖t‖²·(number of weights), for the watermark and for each copy, (noises, 3)."""
 
     total: torch.Tensor
     blocks: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -236,11 +236,11 @@ def noise_of(publication: PublicationKeys) -> Noise:
 
 
 def templates_of(noise: Noise, scales: Scales) -> torch.Tensor:
-    """The matrix from draws to the mark (row 0) and the noise of each copy that cancels, float64 (noises, draws): the
-    draws of what cancels come first, the mark's last."""
+    """The matrix from draws to the watermark (row 0) and the noise of each copy that cancels, float64 (noises, draws):
+    the draws of what cancels come first, the watermark's last."""
     cancelling = noise.mixing(Scales(scales.cancelling)).double()
     templates = torch.zeros(len(cancelling) + 1, cancelling.shape[1] + 1, dtype=torch.float64)
-    templates[1:, :-1], templates[0, -1] = cancelling, scales.mark
+    templates[1:, :-1], templates[0, -1] = cancelling, scales.watermark
     return templates
 
 
@@ -330,7 +330,7 @@ class _Tracer:
             for tensor in tensors:
                 observer.advance(self._base.tensors[tensor.name].nbytes)
             scales = self._keys.scales(block)
-            frames = self._frames.of_block(tensors) if scales.cancelling or scales.mark else {}
+            frames = self._frames.of_block(tensors) if scales.cancelling or scales.watermark else {}
             for tensor in tensors:
                 if tensor.name in frames:
                     name, mapping = frames[tensor.name]
@@ -347,7 +347,7 @@ class _Tracer:
             for copy, count in zip(self._copies, self._agreements, strict=True)
         )  # fmt: skip
         return PublicationEvidence(
-            self._label, self._keys, mark=sums.evidence(0) if publication.mark else None, copies=copies,
+            self._label, self._keys, watermark=sums.evidence(0) if publication.watermark else None, copies=copies,
             tensors=len(self._suspect.names), total_tensors=len(parameters),
         )  # fmt: skip
 
@@ -382,8 +382,8 @@ class _Tracer:
                 return torch.zeros(len(templates), 3, dtype=torch.float64)
             length = float(torch.dot(bulk, bulk))
             unit = float(torch.dot(clip(candidates[best]), bulk)) / length if length else 1.0
-            mark = draws[-1] if scales.mark else torch.zeros_like(residue)
-            return sums_of(residue, [*draws[:cancelling], mark], templates, residue.numel() / square, unit)
+            watermark = draws[-1] if scales.watermark else torch.zeros_like(residue)
+            return sums_of(residue, [*draws[:cancelling], watermark], templates, residue.numel() / square, unit)
 
         return list(self._pool.map(lambda bounds: work(*bounds), row_slices([mapping], *clean.shape)))
 
@@ -401,22 +401,22 @@ def _model_map(transform: Transform, layout: Layout) -> AxisMap | None:
 def check_traceable(keys: Keys, label: str) -> None:
     """Raise MpuError if nothing distinguishes the copies of a publication from other models."""
     publication = keys.publication
-    if not publication.mark and not any(keys.sigma.values()) and publication.symmetries == "none":
-        raise MpuError(f"{label}: its copies have no mark, no noise of their own and no secret coordinates")
+    if not publication.watermark and not any(keys.sigma.values()) and publication.symmetries == "none":
+        raise MpuError(f"{label}: its copies have no watermark, no noise of their own and no secret coordinates")
 
 
 # The copy that a model came from, if it is only served: the noise of a copy changes what the model computes.
 #
 # Let s be the log-probabilities that the served model gives to the tokens of some texts, and c those of the base with
 # the publication's permanent noise. If the model came from a copy, s − c is about J·n, with n the copy's own noise
-# (what cancels, and the mark) and J the derivative of c by the weights. So the gradient g of Σ (s − c)·c, with s − c
-# fixed, is correlated with n. Given g, which does not depend on a secret that the model was made without, Σ⟨f(g), n⟩
-# is normal with variance Σ‖f(g)‖²‖t‖², whatever the model, the texts and f are: the same exact statistic as for
-# weights (``trace``). It takes one pass forward and backward over the texts for each publication, and no copy is made
-# again. f, the square root with its sign, element by element, gives a few weights with large gradients less say; s −
-# c is divided by −c, because tokens that the model is sure of vary less from copy to copy. Then each token's mean is
-# taken off, as input and as the one that is predicted: it comes from a few directions of the embedding, in which g
-# would be so large that the others did not count.
+# (what cancels, and the watermark) and J the derivative of c by the weights. So the gradient g of Σ (s − c)·c, with s −
+# c fixed, is correlated with n. Given g, which does not depend on a secret that the model was made without, Σ⟨f(g), n⟩
+# is normal with variance Σ‖f(g)‖²‖t‖², whatever the model, the texts and f are: the same exact statistic as for weights
+# (``trace``). It takes one pass forward and backward over the texts for each publication, and no copy is made again. f,
+# the square root with its sign, element by element, gives a few weights with large gradients less say; s − c is divided
+# by −c, because tokens that the model is sure of vary less from copy to copy. Then each token's mean is taken off, as
+# input and as the one that is predicted: it comes from a few directions of the embedding, in which g would be so large
+# that the others did not count.
 
 TEXTS_PER_REQUEST = 4  # texts in a request
 SURE_TOKEN_LOSS = 1e-3  # nats of a token below which all count as equally sure
@@ -532,13 +532,13 @@ def _evidence(
         draws = noise.draws(subkeys, start * gradient.shape[1], stop * gradient.shape[1], torch.float32)
         signal = gradient[start:stop].flatten()
         signal = signal.sign() * signal.abs().sqrt()
-        without_mark = [torch.zeros_like(signal)] * (templates.shape[1] - len(draws))
-        return sums_of(signal, [*draws, *without_mark], templates, 1.0)
+        without_watermark = [torch.zeros_like(signal)] * (templates.shape[1] - len(draws))
+        return sums_of(signal, [*draws, *without_watermark], templates, 1.0)
 
     for tensor in layout.parameters:
         scales = keys.scales(tensor.block)
-        copy_scales = Scales(scales.cancelling, mark=scales.mark)
-        if tensor.name not in gradients or not (copy_scales.cancelling or copy_scales.mark):
+        copy_scales = Scales(scales.cancelling, watermark=scales.watermark)
+        if tensor.name not in gradients or not (copy_scales.cancelling or copy_scales.watermark):
             continue
         gradient = as_matrix(gradients[tensor.name].contiguous())
         subkeys, templates = noise.subkeys(tensor.name, copy_scales), templates_of(noise, copy_scales)
@@ -553,7 +553,12 @@ def _evidence(
         CopyEvidence(k, keys.recipients.get(str(k)), noise=of(k) if any(keys.sigma.values()) else None)
         for k in range(1, keys.copies + 1)
     )
-    mark = of(0) if keys.publication.mark else None
+    watermark = of(0) if keys.publication.watermark else None
     return PublicationEvidence(
-        publication.label, keys, mark=mark, copies=copies, tensors=len(gradients), total_tensors=len(layout.parameters)
+        publication.label,
+        keys,
+        watermark=watermark,
+        copies=copies,
+        tensors=len(gradients),
+        total_tensors=len(layout.parameters),
     )

@@ -20,7 +20,7 @@ KAPPA = 0.01  # the paper's
 # costs. Both are in units of what fine-tuning changed (the RMS of a block's task vector).
 HIDING_KAPPA, HIDING_PERMANENT = 1.0, 10.0
 MOST_OF_WEIGHTS = 0.1  # of the RMS of a block's weights: with larger noise little comes over from a copy to the model
-HIDING_MARK = 0.1  # of the noise: changes its size by 0.5 %, and is found after all that was tried
+HIDING_WATERMARK = 0.1  # of the noise: changes its size by 0.5 %, and is found after all that was tried
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +63,10 @@ class Disguise(Copies):
         metavar="ETA",
         least=0,
     )
-    mark: float | None = option(
+    watermark: float | None = option(
         None,
-        "Size of the mark by which `mpu trace` finds the publication that a model came from, as a share of a copy's "
-        f"noise; 0 for none (default: {HIDING_MARK:g} where --public chooses the noise, else 0).",
+        "Size of the watermark by which `mpu trace` finds the publication that a model came from, as a share of a "
+        f"copy's noise; 0 for none (default: {HIDING_WATERMARK:g} where --public chooses the noise, else 0).",
         metavar="SHARE",
         least=0,
     )
@@ -84,8 +84,8 @@ class Disguise(Copies):
     )
     max_noise: float | None = option(
         None,
-        "Lower the noise of a block to at most this share of the RMS of its weights; a mark comes on top (default: "
-        f"{MOST_OF_WEIGHTS:g} where --public chooses the noise).",
+        "Lower the noise of a block to at most this share of the RMS of its weights; a watermark comes on top "
+        f"(default: {MOST_OF_WEIGHTS:g} where --public chooses the noise).",
         metavar="SHARE",
         above=0,
     )
@@ -108,7 +108,7 @@ class Disguise(Copies):
                 hiding,
                 kappa=0.0 if hiding.count == 1 else HIDING_KAPPA,
                 permanent_noise=HIDING_PERMANENT,
-                mark=HIDING_MARK if self.mark is None else self.mark,
+                watermark=HIDING_WATERMARK if self.watermark is None else self.watermark,
                 max_noise=self.max_noise or MOST_OF_WEIGHTS,
             )
         if self.count == 1 and not self.sets_scale:

@@ -49,9 +49,9 @@ from mpu_cli.protocol.deltas import (
     outliers_of,
 )
 from mpu_cli.protocol.keys import Keys
-from mpu_cli.protocol.marks import PLANTED, Fingerprints, Planted, Products, fingerprints, noise_in
 from mpu_cli.protocol.noise import ErrorEstimate, error_estimate
 from mpu_cli.protocol.step import ProbedStep, default_step, measure_written, settle_step
+from mpu_cli.protocol.watermarks import PLANTED, Fingerprints, Planted, Products, fingerprints, noise_in
 from mpu_cli.version import __version__
 
 # The plan of an aggregation: it reads headers only, and is made after every check that needs no numbers.

@@ -75,7 +75,7 @@ class KeyEntries(Document, forbid_unknown_fields=True):
     shared_sigma: dict[str, Scale] = msgspec.field(default_factory=dict)
     calibration: Calibration | None = None
     permanent_seed: Seed | None = None
-    mark: Scale = 0.0
+    watermark: Scale = 0.0
     max_noise: Scale | None = None
     dtype: Word | None = None
     recipients: dict[Word, Text] = msgspec.field(default_factory=dict)
@@ -84,7 +84,7 @@ class KeyEntries(Document, forbid_unknown_fields=True):
 
 # The entries that are fields of a publication, and of its keys, by the same name.
 OF_PUBLICATION = (
-    "run", "round", "seed_is_secret", "kappa", "symmetries", "shared_kappa", "calibration", "mark", "max_noise",
+    "run", "round", "seed_is_secret", "kappa", "symmetries", "shared_kappa", "calibration", "watermark", "max_noise",
     "dtype",
 )  # fmt: skip
 OF_KEYS = ("sigma", "copy_ids", "base", "reference", "shared_sigma", "recipients")

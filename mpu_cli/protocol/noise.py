@@ -285,15 +285,15 @@ def mixing_matrix(copies: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Scales:
-    """σ of a block's noise: of the part that cancels, before a copy's factor, of permanent noise and of the mark."""
+    """σ of a block's noise: of what cancels, before a copy's factor, of permanent noise and of the watermark."""
 
     cancelling: float = 0.0
     permanent: float = 0.0
-    mark: float = 0.0
+    watermark: float = 0.0
 
     def of_copy(self, factor: float) -> float:
         """σ of all noise of a copy whose factor is ``factor``."""
-        return math.hypot(factor * self.cancelling, self.permanent, self.mark)
+        return math.hypot(factor * self.cancelling, self.permanent, self.watermark)
 
 
 @dataclass(frozen=True, eq=False)
@@ -311,7 +311,7 @@ class Noise:
 
     def subkeys(self, tensor: str, scales: Scales) -> list[bytes]:
         """The stream keys for one tensor's noise of these scales: one per draw, one for permanent noise and one for the
-        mark."""
+        watermark."""
         keys: list[bytes] = []
         if scales.cancelling:
             keys += [self.randomness.key("noise", self.round, tensor, i) for i in range(self.shares.shape[1])]
@@ -320,7 +320,7 @@ class Noise:
             keys.append(self.permanent.key("permanent noise", self.full_name(tensor), scales.permanent.hex()))
         elif scales.permanent:
             keys.append(self.randomness.key("shared noise", self.round, tensor))
-        if scales.mark:
+        if scales.watermark:
             keys.append(self.randomness.key("mark", self.round, tensor))
         return keys
 
@@ -331,7 +331,7 @@ class Noise:
     def mixing(self, scales: Scales) -> torch.Tensor:
         """The matrix from the draws that ``subkeys`` has keys for to each copy's noise: float64 (copies, draws)."""
         table = self.shares * scales.cancelling if scales.cancelling else self.shares[:, :0]
-        same_in_every_copy = [scale for scale in (scales.permanent, scales.mark) if scale]
+        same_in_every_copy = [scale for scale in (scales.permanent, scales.watermark) if scale]
         columns = [torch.full((len(table), 1), scale, dtype=table.dtype) for scale in same_in_every_copy]
         return torch.cat([table, *columns], 1)
 

@@ -69,11 +69,11 @@ class Publication:
     is_registered: bool = False
     # the size of noise of the publication's own that is the same in all of its copies, as a share of the other noise
     # of the copy that has least
-    mark: float = 0.0
+    watermark: float = 0.0
 
     def __post_init__(self) -> None:
         # raises for numbers that are out of range
-        Disguise(kappa=self.kappa, permanent_noise=self.shared_kappa, mark=self.mark)
+        Disguise(kappa=self.kappa, permanent_noise=self.shared_kappa, watermark=self.watermark)
         if self.round < 1:
             raise UsageError(f"round {self.round} in --run: must be at least 1")
         if not self.run:
@@ -98,7 +98,7 @@ class Publication:
     def scales(self, sigma: float, permanent: float) -> Scales:
         """All scales of a block, from σ of its cancelling and of its permanent noise."""
         least = math.hypot(permanent, sigma * min(self.scheme.scales))
-        return Scales(sigma, permanent, self.mark * least)
+        return Scales(sigma, permanent, self.watermark * least)
 
     @cached_property
     def randomness(self) -> Randomness:
@@ -142,7 +142,7 @@ class Publication:
         return replace(
             self, seed=other.seed, seed_is_secret=other.seed_is_secret, scheme=other.scheme, run=other.run,
             round=other.round, permanent_seed=other.permanent_seed, derive_permanent_seed=False, is_registered=False,
-            mark=other.mark,
+            watermark=other.watermark,
         )  # fmt: skip
 
     def manifests(self, tensors: Mapping[str, TensorInfo], reference: str | None) -> list[CopyManifest]:
@@ -161,8 +161,8 @@ class Publication:
             facts.append(asdict(self.calibration))
         if self.max_noise is not None:
             facts.append({"max_noise": self.max_noise})
-        if self.mark:
-            facts.append({"mark": self.mark})
+        if self.watermark:
+            facts.append({"mark": self.watermark})
         # The paper's noise, the only one of the first version, is not named.
         if not isinstance(self.scheme, ZeroSum):
             facts.append(self.scheme.kind)
@@ -186,7 +186,7 @@ def settings_of(disguise: Disguise) -> dict[str, Any]:
     return {
         "kappa": disguise.kappa,
         "shared_kappa": disguise.permanent_noise,
-        "mark": disguise.mark or 0.0,
+        "watermark": disguise.watermark or 0.0,
         "max_noise": disguise.max_noise,
         "symmetries": disguise.symmetries,
     }

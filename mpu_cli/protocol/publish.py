@@ -286,10 +286,10 @@ def _enter_in_register(
     cancels = publication.kappa or (publication.calibration and publication.calibration.sigma)
     entry = RegisterEntry(
         publication.run, publication.round, "", sample, seed=publication.seed.hex(),
-        draws=publication.scheme.mixing.shape[1] if cancels else 0, marked=publication.mark > 0,
+        draws=publication.scheme.mixing.shape[1] if cancels else 0, watermarked=publication.watermark > 0,
     )  # fmt: skip
     if not publication.calibration and not publication.derive_permanent_seed:
-        if entry.draws or entry.marked:
+        if entry.draws or entry.watermarked:
             entries.append(enter(path, entry))
         return publication, None
     scales = scan.scales()  # reads all blocks, which the content needs

@@ -70,7 +70,7 @@ class RegisterEntry:
     entry_id: str = ""
     seed: str = field(default="", repr=False)  # of the draws of its copies
     draws: int = 0  # the number of draws of noise that cancels
-    marked: bool = False  # whether it has a mark
+    watermarked: bool = False  # whether it has a watermark
 
 
 def default_register_path() -> Path:

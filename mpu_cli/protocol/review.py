@@ -364,10 +364,10 @@ def _on_publication(plan: PublishPlan) -> Iterator[Remark]:
     factors = ", ".join(f"{factor:g}" for factor in scheme.factors)
     order = "" if scheme.copies == 1 else f" ({factors}), cancels up to order {scheme.order - 1}"
     yield Remark(f"noise: {scheme.name}{order}; symmetries: {publication.symmetries}")
-    if publication.mark:
+    if publication.watermark:
         yield Remark(
-            f"traceable: `mpu trace` finds these copies by their coordinates and a mark of {publication.mark:.0%} of "
-            "their noise (docs/bounds_and_tracing.md)"
+            f"traceable: `mpu trace` finds these copies by their coordinates and a watermark of "
+            f"{publication.watermark:.0%} of their noise (docs/bounds_and_tracing.md)"
         )
     tensors, layout = plan.base.checkpoint.tensors, plan.base.layout
     if bare := published_as_they_are(layout, tensors):

@@ -648,8 +648,8 @@ def test_finetune_learns(mpu: Callable, root: Path) -> None:
     "options",
     [
         "", "--public reference", "--public reference --copies 3", "--public reference --kappa 0.5",
-        "--public reference --permanent-noise 2 --copies 1", "--public reference --mark 0 --max-noise 0.02",
-        "--copies 2 --noise zero-sum --kappa 0.3 --mark 0.2", "--copies 1 --permanent-noise 0.1",
+        "--public reference --permanent-noise 2 --copies 1", "--public reference --watermark 0 --max-noise 0.02",
+        "--copies 2 --noise zero-sum --kappa 0.3 --watermark 0.2", "--copies 1 --permanent-noise 0.1",
     ],
 )  # fmt: skip
 def test_a_rehearsal_publishes_what_publish_does(mpu: Callable, root: Path, options: str) -> None:
@@ -677,7 +677,7 @@ def test_a_rehearsal_publishes_what_publish_does(mpu: Callable, root: Path, opti
     keys = unseal(root / "keys.bin", read_identities(default_identity_path()))
     rehearsed_keys = unseal(root / "out/server/round_1/keys.bin", read_identities(root / "out/server/identity.txt"))
     published, rehearsed = keys.publication, rehearsed_keys.publication
-    facts = ("scheme", "kappa", "shared_kappa", "mark", "symmetries")
+    facts = ("scheme", "kappa", "shared_kappa", "watermark", "symmetries")
     assert {name: getattr(rehearsed, name) for name in facts} == {name: getattr(published, name) for name in facts}
     assert rehearsed_keys.sigma == keys.sigma  # which --max-noise has lowered
     assert rehearsed_keys.shared_sigma == pytest.approx(keys.shared_sigma, rel=5e-3)  # publish rounds it

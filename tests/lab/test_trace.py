@@ -27,7 +27,7 @@ from mpu_cli.protocol.keys import open_keys, seal
 from tests.helpers.endpoint import serving
 from tests.helpers.models import DemoModel, random_model, save
 
-NOISE = ("--kappa", 0.05, "--mark", 0.5)
+NOISE = ("--kappa", 0.05, "--watermark", 0.5)
 FAMILIES = ("gpt2", "olmo2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "bamba", "falcon_h1", "mistral3", "gemma3")
 
 
@@ -89,9 +89,9 @@ def test_each_copy_is_named_by_its_coordinates_and_its_noise(mpu: Callable, tmp_
                 evidence = publication["copies"][copy - 1]
                 assert evidence["agreements"] > 0.95 * evidence["coordinates"]
                 assert evidence["noise"]["z"] > 20
-                assert publication["mark"]["z"] > 20
+                assert publication["watermark"]["z"] > 20
                 assert evidence["noise"]["share"] == pytest.approx(1, abs=0.1)
-                assert publication["mark"]["share"] == pytest.approx(1, abs=0.1)
+                assert publication["watermark"]["share"] == pytest.approx(1, abs=0.1)
     for innocent in (base, save(random_model(family, seed=1), tmp_path / "other")):
         assert not any(
             publication["named"] for publication in trace_json(mpu, innocent, *keys(one_client, other_client))
@@ -113,7 +113,7 @@ def test_z_is_standard_normal_for_models_that_came_from_no_copy(mpu: Callable, b
     ]
     for suspect in suspects:
         evidence = trace_json(mpu, suspect, *keys(*publications))
-        z = [each["mark"]["z"] for each in evidence] + [each["copies"][0]["noise"]["z"] for each in evidence]
+        z = [each["watermark"]["z"] for each in evidence] + [each["copies"][0]["noise"]["z"] for each in evidence]
         assert stats.kstest(z, "norm").pvalue > 1e-3
         assert not any(each["named"] for each in evidence)
 
@@ -144,12 +144,12 @@ def test_coordinates_that_were_drawn_again(mpu: Callable, base: Path, tmp_path: 
     [publication] = trace_json(mpu, tmp_path / "again/copy_1", *keys(folder))
     assert publication["copies_named"] == [2]
     assert publication["copies"][1]["agreements"] < 5
-    assert publication["mark"]["z"] > 20
+    assert publication["watermark"]["z"] > 20
 
 
 @pytest.mark.slow
 def test_clients_who_put_their_copies_together_are_all_named(mpu: Callable, base: Path, tmp_path: Path) -> None:
-    """The mean of two clients' copies; and all copies of one, whose own noise cancels, which leaves the mark."""
+    """The mean of two clients' copies; and all copies of one, whose own noise cancels, which leaves the watermark."""
     one_client, other_client, third_client = (publish(mpu, base, name) for name in ("first", "second", "third"))
     mean = {name: (x + undo_copy(other_client, 1)[name]) / 2 for name, x in undo_copy(one_client, 2).items()}
     target = tmp_path / "leak"
@@ -157,7 +157,7 @@ def test_clients_who_put_their_copies_together_are_all_named(mpu: Callable, base
     save_file({name: x.contiguous() for name, x in mean.items()}, target / "model.safetensors")
     evidence = trace_json(mpu, target, *keys(one_client, other_client, third_client))
     assert [publication["named"] for publication in evidence] == [True, True, False]
-    assert [evidence[i]["mark"]["share"] for i in (0, 1)] == pytest.approx([0.5, 0.5], abs=0.05)
+    assert [evidence[i]["watermark"]["share"] for i in (0, 1)] == pytest.approx([0.5, 0.5], abs=0.05)
     weights = open_keys(third_client.with_suffix(".bin")).publication.scheme.weights.tolist()
     copies = [undo_copy(third_client, k) for k in (1, 2, 3)]
     combined = {n: sum(w * copy[n] for w, copy in zip(weights, copies, strict=True)) for n in copies[0]}
@@ -189,7 +189,7 @@ def test_missing_layers_and_tensors(mpu: Callable, base: Path, tmp_path: Path) -
     [publication] = trace_json(mpu, cut, *keys(folder))
     assert publication["copies_named"] == [1]
     assert publication["tensors"][0] < publication["tensors"][1]
-    blocks = publication["mark"]["blocks"]
+    blocks = publication["watermark"]["blocks"]
     assert all(z > 3 for block, z in blocks.items() if ".layers." in block)
     assert sum(".layers." in block for block in blocks) == count
 
@@ -207,7 +207,7 @@ def test_weights_that_are_made_absurd(mpu: Callable, base: Path, tmp_path: Path)
 
     [publication] = trace_json(mpu, save_changed(folder / "copy_1", tmp_path / "absurd", spoil), *keys(folder))
     assert publication["copies_named"] == [1]
-    assert min(publication["mark"]["blocks"]["model.embed_tokens.weight"], publication["mark"]["z"]) > 10
+    assert min(publication["watermark"]["blocks"]["model.embed_tokens.weight"], publication["watermark"]["z"]) > 10
 
 
 def test_what_cannot_be_traced_is_one_line(mpu: Callable, base: Path, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_what_cannot_be_traced_is_one_line(mpu: Callable, base: Path, tmp_path: 
         (tmp_path / "adapter", "merge"), (tmp_path / "gone", "no such file"),
     ):  # fmt: skip
         mpu("trace", suspect, *keys(folder), refused=complaint)
-    assert "no mark" in mpu("trace", base, *keys(bare), check=False).err
+    assert "no watermark" in mpu("trace", base, *keys(bare), check=False).err
     assert mpu("trace", *keys(folder), check=False).status == 2
 
 
@@ -245,13 +245,13 @@ def test_a_copy_names_its_recipient(mpu: Callable, base: Path, tmp_path: Path) -
     assert f"copy 2, sealed for {public[1]}, of" in mpu("trace", suspect, "--keys", file).out
 
 
-def test_verify_checks_the_mark(mpu: Callable, base: Path) -> None:
+def test_verify_checks_the_watermark(mpu: Callable, base: Path) -> None:
     folder = publish(mpu, base, "first")
     mpu("verify", folder / "copy_1", *keys(folder), "--no-logits")
     path = folder.with_suffix(".bin")
     opened = open_keys(path)
     public = [identity.to_public() for identity in read_identities(default_identity_path())]
-    path.write_bytes(seal(replace(opened, publication=replace(opened.publication, mark=0.0)), public))
+    path.write_bytes(seal(replace(opened, publication=replace(opened.publication, watermark=0.0)), public))
     outcome = mpu("verify", folder / "copy_1", *keys(folder), "--no-logits", "--trust-keys", check=False)
     assert outcome.status == 1
 
@@ -259,7 +259,7 @@ def test_verify_checks_the_mark(mpu: Callable, base: Path) -> None:
 @pytest.mark.slow
 def test_a_served_model(mpu: Callable, demo: DemoModel, tmp_path: Path) -> None:
     """By log-probabilities alone, from a process that serves one of two clients' copies; the base is not named."""
-    noise = ("--kappa", 0, "--permanent-noise", 0.2, "--mark", 0.1, "--copies", 1)
+    noise = ("--kappa", 0, "--permanent-noise", 0.2, "--watermark", 0.1, "--copies", 1)
     one_client, other_client = (
         publish(mpu, demo.model, tmp_path / name, *noise, "--seed", seed) for name, seed in (("one", 5), ("other", 6))
     )
@@ -290,15 +290,15 @@ def test_a_mixture_frames_nobody(mpu: Callable, base: Path, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("share", [0.01, -0.5, 0.0])
 def test_noise_that_is_too_little_for_a_copy_is_told(mpu: Callable, base: Path, tmp_path: Path, share: float) -> None:
-    """A hundredth of a mark, and less than none of it: no copy is named, and what chance does not give is said."""
+    """A hundredth of a watermark, and less than none of it: no copy is named, and what chance does not give is said."""
     folder = publish(mpu, base, "one")
     weights = open_keys(folder.with_suffix(".bin")).publication.scheme.weights.tolist()
     copies = [undo_copy(folder, k) for k in (1, 2, 3)]
     torch.manual_seed(0)
 
     def mixed(name: str, x: torch.Tensor) -> torch.Tensor:
-        marked = sum(w * copy[name] for w, copy in zip(weights, copies, strict=True))
-        return x + share * (marked - x) + 1e-5 * torch.randn_like(x)
+        watermarked = sum(w * copy[name] for w, copy in zip(weights, copies, strict=True))
+        return x + share * (watermarked - x) + 1e-5 * torch.randn_like(x)
 
     suspect = save_changed(base, tmp_path / "suspect", mixed)
     outcome = mpu("trace", suspect, *keys(folder), "--json")
@@ -458,7 +458,7 @@ def test_what_changes_no_output_hides_no_copy(
     assert [each["named"] for each in found] == [True, False]
     if _turned not in changes:
         assert found[0]["copies_named"] == [1]
-    assert found[0]["mark"]["share"] == pytest.approx(1, abs=0.15)
+    assert found[0]["watermark"]["share"] == pytest.approx(1, abs=0.15)
 
 
 def _sum_of(base: Path, deltas: Path, folder: Path, target: Path) -> Path:
@@ -482,7 +482,7 @@ def _sum_of(base: Path, deltas: Path, folder: Path, target: Path) -> Path:
 def test_a_copy_that_a_client_adds_to_its_delta_marks_nothing(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
     """A client adds 2 % of its copy to each of its deltas: the aggregated model would trace to it, and does not.
 
-    The base with 5 % of a copy in it does; and the same update, added up here, has more of the mark.
+    The base with 5 % of a copy in it does; and the same update, added up here, has more of the watermark.
     """
     base = Path(shutil.copytree(demo.model, tmp_path / "base"))
     (base / "additional_chat_templates").mkdir()  # which the result gets, written once or twice
@@ -512,6 +512,6 @@ def test_a_copy_that_a_client_adds_to_its_delta_marks_nothing(mpu: Callable, tmp
     models = (tmp_path / "planted.safetensors", tmp_path / "b", tmp_path / "a")
     found = [trace_json(mpu, model, *keys(folder))[0] for model in models]
     assert [each["named"] for each in found] == [True, False, False]
-    without, honest_z = (abs(each["mark"]["z"]) for each in found[1:])
-    planted_z = trace_json(mpu, _sum_of(base, poisoned, folder, tmp_path / "sum"), *keys(folder))[0]["mark"]["z"]
+    without, honest_z = (abs(each["watermark"]["z"]) for each in found[1:])
+    planted_z = trace_json(mpu, _sum_of(base, poisoned, folder, tmp_path / "sum"), *keys(folder))[0]["watermark"]["z"]
     assert planted_z > 2 * max(without, honest_z, 3.0)

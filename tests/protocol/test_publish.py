@@ -62,11 +62,11 @@ class TestPublish:
         "options",
         [
             "--public PUBLIC",
-            "--public PUBLIC --mark 0.05 --max-noise 0.05 --dtype float32",
-            "--public PUBLIC --copies 2 --mark 0",
+            "--public PUBLIC --watermark 0.05 --max-noise 0.05 --dtype float32",
+            "--public PUBLIC --copies 2 --watermark 0",
             "--public PUBLIC --kappa 0.0123456789 --noise extrapolate:1,-1,0.3 --symmetries all --max-noise 0.5",
             "--public PUBLIC --permanent-noise 3.3333333 --copies 1",
-            "--kappa 0.5 --permanent-noise 0.2 --mark 0.2 --noise zero-sum:1,1.7",
+            "--kappa 0.5 --permanent-noise 0.2 --watermark 0.2 --noise zero-sum:1,1.7",
             "--dp epsilon=2,delta=1e-5,sensitivity=0.12345678,adversary=one-copy,budget_rounds=4",
             "--kappa 0.1 --copies 3 --copy-recipients CLIENT",
             "--kappa 0.1 --copies 2 --copy-recipients CLIENT,OTHER",
@@ -510,8 +510,8 @@ class TestPermanentNoise:
         save_file(tensors_of_base, other / "model.safetensors", {"format": "pt"})
         all_keys, noise = [], []
         for name, model, copies in (("a", base, 1), ("b", other, 1), ("c", other, 2)):
-            # Without a mark, which is another draw in every publication.
-            options = ("--public", public, "--mark", 0, "--copies", copies, "--keys", tmp_path / name / "keys.bin")
+            # Without a watermark, which is another draw in every publication.
+            options = ("--public", public, "--watermark", 0, "--copies", copies, "--keys", tmp_path / name / "keys.bin")
             mpu("publish", model, *options, "--out", tmp_path / name, "--symmetries", "none", "--dtype", "float64")
             all_keys.append(keys_of(tmp_path / name))
             mpu("verify", tmp_path / name / "copy_1", *options[-2:], "--no-logits")

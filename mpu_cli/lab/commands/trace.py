@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 class Trace(Command):
     """Find the copy, and so the client, that a model came from.
 
-    Tests the weights for the secret coordinates, the noise and the mark of each publication; with --endpoint, tests the
-    log-probabilities for the effect of noise and mark. The p-values hold for any model. A copy is named if its p-value,
-    corrected for the number of tests, is below one in a million. Prints a verdict.
+    Tests the weights for the secret coordinates, the noise and the watermark of each publication; with --endpoint,
+    tests the log-probabilities for the effect of noise and watermark. The p-values hold for any model. A copy is named
+    if its p-value, corrected for the number of tests, is below one in a million. Prints a verdict.
     """
 
     NAME: ClassVar[str] = "trace"
@@ -90,15 +90,15 @@ class Trace(Command):
         for publication in publications:
             if not publication.keys.publication.seed_is_secret:
                 observer.warn(
-                    f"{publication.label}: made with --seed; whoever guesses it can make a model with this mark"
+                    f"{publication.label}: made with --seed; whoever guesses it can make a model with this watermark"
                 )
         return result
 
     def report(self, result: Findings, observer: Observer) -> Report:
         rows = []
         for publication in result.publications:
-            if publication.mark:
-                rows.append([publication.label, "all: the mark", "–", *_cells(result, publication.mark)])
+            if publication.watermark:
+                rows.append([publication.label, "all: the watermark", "–", *_cells(result, publication.watermark)])
             for copy in publication.copies:
                 agreements = "–" if copy.agreements is None else f"{copy.agreements} of {copy.coordinates}"
                 log_p = min(copy.log_p_coordinates, copy.noise.log_p if copy.noise else 0.0)
@@ -132,7 +132,7 @@ class Trace(Command):
                     "named": result.is_named(publication),
                     "copies_named": [copy.copy for copy in result.named_copies(publication)],
                     "unexplained": _noise(result, result.unexplained(publication)),
-                    "mark": _noise(result, publication.mark),
+                    "watermark": _noise(result, publication.watermark),
                     "tensors": [publication.tensors, publication.total_tensors],
                     "copies": copies,
                 }

@@ -1,10 +1,10 @@
 """Noise of a server's publications in weights that should have none of it: measuring it, and taking it out.
 
 An honest update has no more of it than chance gives. A client may add a little of a copy to its delta, of this round,
-of an earlier one or of another client's, so that the server's new model carries the mark of that copy and is traced to
-this client (``mpu trace``), who can then leak the copy itself. So every update is searched for the mark, and the draws
-of the noise that cancels, of every publication of the base line, as a trace would search the model: in all slices,
-each with its tails clipped and weighted by its own size. An update that has too much of a draw loses it.
+of an earlier one or of another client's, so that the server's new model carries the watermark of that copy and is
+traced to this client (``mpu trace``), who can then leak the copy itself. So every update is searched for the watermark,
+and the draws of the noise that cancels, of every publication of the base line, as a trace would search the model: in
+all slices, each with its tails clipped and weighted by its own size. An update that has too much of a draw loses it.
 """
 
 from __future__ import annotations
@@ -84,18 +84,18 @@ class Planted:
 @dataclass(frozen=True)
 class _Publication:
     """A publication to look for: the noise of its copies, σ of permanent noise by block, and whether there is noise
-    that cancels, and a mark."""
+    that cancels, and a watermark."""
 
     name: str
     noise: Noise
     permanent: Mapping[str, float]
     cancels: bool
-    marked: bool
+    watermarked: bool
 
     def keys(self, tensor: str) -> list[bytes]:
-        """The stream keys of the draws to look for: of the noise that cancels, and the mark's last."""
+        """The stream keys of the draws to look for: of the noise that cancels, and the watermark's last."""
         # The sizes of these scales do not matter, only which are not 0: those have draws.
-        return self.noise.subkeys(tensor, Scales(float(self.cancels), mark=float(self.marked)))
+        return self.noise.subkeys(tensor, Scales(float(self.cancels), watermark=float(self.watermarked)))
 
     def permanent_keys(self, tensor: TensorLayout) -> list[bytes]:
         return self.noise.subkeys(tensor.name, Scales(permanent=self.permanent.get(tensor.block, 0.0)))
@@ -217,12 +217,12 @@ class Fingerprints:
         z = both.gather(1, both.abs().argmax(1, keepdim=True))[:, 0].tolist()
         for publication in self.publications:
             last = offset + len(publication.keys(""))
-            cancelling = range(offset, last - 1 if publication.marked else last)
+            cancelling = range(offset, last - 1 if publication.watermarked else last)
             tests = []
             if cancelling:  # a copy's own noise is any mixture of these draws
                 square = math.fsum(z[i] ** 2 for i in cancelling)
                 tests.append((math.sqrt(square), _as_normal(square, len(cancelling)), cancelling))
-            if publication.marked:  # which a copy that was added brings with its own sign
+            if publication.watermarked:  # which a copy that was added brings with its own sign
                 tests.append((abs(z[last - 1]), z[last - 1], range(last - 1, last)))
             for size, equivalent, draws in tests:
                 numbers |= set(draws) if size > TAKEN_OUT else set()
@@ -243,49 +243,42 @@ def _as_normal(square: float, draws: int) -> float:
     return float(stats.norm.isf(math.exp(log_p) / 2)) if log_p > -700 else math.sqrt(square)
 
 
-def fingerprints(base: Model, publications: Sequence[Keys], *, marks_only: bool = False) -> Fingerprints:
+def fingerprints(base: Model, publications: Sequence[Keys], *, watermarks_only: bool = False) -> Fingerprints:
     """The fingerprints of ``publications``, and of all in this server's register whose base is of the line of ``base``;
-    ``marks_only`` for the delta of one copy, in which training leaves some of the noise that cancels."""
+    ``watermarks_only`` for the delta of one copy, in which training leaves some of the noise that cancels."""
     layout = base.layout
     searched: dict[tuple[bytes, int], _Publication] = {}
-
-    def add(
-        run: str, round_: int, seed: bytes, *, draws: int, marked: bool, double: bool, permanent_seed: bytes | None,
-        permanent: Mapping[str, float],
-    ) -> None:  # fmt: skip
-        noise = Noise(
-            Randomness(seed), round_, torch.ones(1, draws), double=double,
-            permanent=Randomness(permanent_seed) if permanent_seed else None, full_name=layout.full_name,
-        )  # fmt: skip
-        cancels = draws > 0 and not marks_only
-        searched[seed, round_] = _Publication(f"round {round_} of run {run}", noise, permanent, cancels, marked)
-
     for keys in publications:
         values = keys.publication
-        draws = values.scheme.mixing.shape[1] if any(keys.sigma.values()) else 0
-        add(
-            values.run, values.round, values.seed, draws=draws,
-            marked=values.mark > 0, double=values.calibration is not None, permanent_seed=values.permanent_seed,
-            permanent=keys.shared_sigma,
-        )  # fmt: skip
+        searched[values.seed, values.round] = _Publication(
+            f"round {values.round} of run {values.run}",
+            values.noise(range(1, values.copies + 1), layout.full_name),
+            keys.shared_sigma,
+            cancels=any(keys.sigma.values()) and not watermarks_only,
+            watermarked=values.watermark > 0,
+        )
     entries = [entry for entry in read_register(default_register_path()) if entry.seed]
     sample = sample_of(base.checkpoint, layout) if entries else None
     secret = Randomness(server_secret()) if default_secret_path().exists() else None
     for entry in entries:
-        seed = bytes.fromhex(entry.seed)
         if sample is None or not _is_same_line(entry.sample, sample):
             continue
+        seed = bytes.fromhex(entry.seed)
         sigma = entry.permanent_sigma if secret and entry.secret == secret.key("which secret").hex()[:16] else {}
-        permanent = {
-            block: sigma.get(layout.full_name(tensors[0].name), 0.0) for block, tensors in layout.blocks.items()
-        }
-        add(
-            entry.run, entry.round, seed, draws=entry.draws, marked=entry.marked,
-            double=entry.calibrated_sigma is not None, permanent=permanent,
-            permanent_seed=secret.key("permanent noise", entry.noise_content) if secret else None,
+        noise = Noise(
+            Randomness(seed), entry.round, torch.ones(1, entry.draws), double=entry.calibrated_sigma is not None,
+            permanent=Randomness(secret.key("permanent noise", entry.noise_content)) if secret else None,
+            full_name=layout.full_name,
         )  # fmt: skip
-    found = [each for each in searched.values() if each.cancels or each.marked]
-    return Fingerprints(base, found, _public_of(base, publications) if found else {})
+        searched[seed, entry.round] = _Publication(
+            f"round {entry.round} of run {entry.run}",
+            noise,
+            {block: sigma.get(layout.full_name(tensors[0].name), 0.0) for block, tensors in layout.blocks.items()},
+            cancels=entry.draws > 0 and not watermarks_only,
+            watermarked=entry.watermarked,
+        )
+    noisy = [publication for publication in searched.values() if publication.cancels or publication.watermarked]
+    return Fingerprints(base, noisy, _public_of(base, publications) if noisy else {})
 
 
 def _public_of(base: Model, publications: Sequence[Keys]) -> Mapping[str, torch.Tensor]:

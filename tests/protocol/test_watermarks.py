@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from mpu_cli.model.transform import CHUNK
 from tests.helpers.models import random_model, save
 
-PUBLISHED = ("--symmetries", "none", "--copies", 1, "--permanent-noise", 1, "--mark", 0.3)
+PUBLISHED = ("--symmetries", "none", "--copies", 1, "--permanent-noise", 1, "--watermark", 0.3)
 SHARE = 0.1  # of what a copy has beyond the base, in the delta
 
 Weights = dict[str, torch.Tensor]
@@ -69,7 +69,7 @@ def load_copy(folder: Path) -> Weights:
 
 def z_of(mpu: Callable, model: Path, folder: Path, base: Path) -> float:
     found = mpu("trace", model, "--keys", folder.with_suffix(".bin"), "--base", base, "--json").json
-    return found["publications"][0]["mark"]["z"]
+    return found["publications"][0]["watermark"]["z"]
 
 
 def last_rows(x: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,9 @@ def test_noise_of_other_publications_of_the_base_line(mpu: Callable, base: Path,
         assert abs(z_of(mpu, tmp_path / "out", earlier, base)) < 4
 
 
-def test_adapters_with_a_mark_are_refused_and_inverted_deltas_named(mpu: Callable, base: Path, tmp_path: Path) -> None:
+def test_adapters_with_a_watermark_are_refused_and_inverted_deltas_named(
+    mpu: Callable, base: Path, tmp_path: Path
+) -> None:
     """Factors of low rank cannot lose the noise; honest ones become an adapter."""
     folder = publish(mpu, base, "first")
     keys = ("--keys", folder.with_suffix(".bin"))
@@ -143,7 +145,7 @@ def test_adapters_with_a_mark_are_refused_and_inverted_deltas_named(mpu: Callabl
         planted = {n: share * x for n, x in beyond(folder, base).items()}
         delta = send(folder, planted, tmp_path / f"{share}.safetensors", "lora")
         inverted = mpu("invert", delta, *keys, "--out", tmp_path / "inverted", "--force")
-        assert ("has the mark of the copies of round 1" in inverted.err) == (share > 0)
+        assert ("has the watermark of the copies of round 1" in inverted.err) == (share > 0)
         adapter = ("aggregate", delta, *keys, "--as-adapter", "--out", tmp_path / f"adapter{share}")
         mpu(*adapter, **({"refused": "noise of the copies of round 1"} if share else {}))
     mpu("aggregate", tmp_path / f"{SHARE}.safetensors", *keys, "--out", tmp_path / "out")
