@@ -23,8 +23,9 @@ from mpu_cli.records.forms import Record
 from mpu_cli.training.reference import forward
 
 if TYPE_CHECKING:
-    from mpu_cli.measuring.benchmarks import Row, Split
+    from mpu_cli.measuring.benchmarks import Split
     from mpu_cli.measuring.run import Advance, Run
+    from mpu_cli.records.read import Row
 
 
 REPHRASINGS = (
@@ -66,7 +67,7 @@ def paraphrase(run: Run, splits: Sequence[Split], advance: Advance) -> list[list
 def _rephrased_records(row: Row, record: Record) -> list[Record]:
     """``record`` with its last question in other words."""
     _, fields = row
-    paraphrases = fields.get("paraphrased_question")
+    paraphrases = fields.get("paraphrased_question") if isinstance(fields, dict) else None
     if isinstance(paraphrases, str):
         paraphrases = [paraphrases]
     elif not isinstance(paraphrases, list):

@@ -8,14 +8,14 @@ from importlib import import_module
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.measuring import metrics
-from mpu_cli.measuring.benchmarks.base import Benchmark, Row, Split
+from mpu_cli.measuring.benchmarks.base import Benchmark, Split
 from mpu_cli.measuring.metrics import Metric
 from mpu_cli.measuring.retain import RetainLog
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.names import ATTACKS, BENCHMARKS
 
-__all__ = ["Benchmark", "Row", "Split", "benchmark_of", "examples", "known_metrics"]
+__all__ = ["Benchmark", "Split", "benchmark_of", "examples", "known_metrics"]
 
 # Each has ``of_options(options, retain_log, observer)`` and, if that reads records, ``example()``, which reads none.
 _MODULES = {name: import_module(f"{__name__}.{name}") for name in BENCHMARKS}

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 from mpu_cli.errors import MpuError
 from mpu_cli.measuring import metrics
@@ -16,8 +15,7 @@ from mpu_cli.measuring.encoding import Encoder, Item, Scored
 from mpu_cli.measuring.metrics import SIDES, Metric, recovery_metrics
 from mpu_cli.measuring.retain import RetainLog
 from mpu_cli.records.forms import Record, question, sound_text
-
-Row = tuple[str, Any]  # its place (for messages) and its fields
+from mpu_cli.records.read import Row
 
 
 def question_and_answer(row: Row) -> Record:

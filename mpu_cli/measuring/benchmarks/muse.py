@@ -9,13 +9,13 @@ from pathlib import Path
 
 from mpu_cli.errors import UsageError
 from mpu_cli.measuring import metrics
-from mpu_cli.measuring.benchmarks.base import Benchmark, Row, Split, forgetting, question_and_answer, questions, text_of
+from mpu_cli.measuring.benchmarks.base import Benchmark, Split, forgetting, question_and_answer, questions, text_of
 from mpu_cli.measuring.encoding import Encoder, Item, OpenUnlearningEncoder
 from mpu_cli.measuring.retain import RetainLog
 from mpu_cli.observer import Observer
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.records.forms import Record, Turn
-from mpu_cli.records.read import CORPORA, benchmark_rows
+from mpu_cli.records.read import CORPORA, Row, benchmark_rows
 
 KNOWLEDGE_STOPS = ("\n\n", "\nQuestion", "Question:")
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from mpu_cli.errors import MpuError
 from mpu_cli.measuring import metrics
-from mpu_cli.measuring.benchmarks.base import Benchmark, Row, Split, forget_quality, forgetting, questions
+from mpu_cli.measuring.benchmarks.base import Benchmark, Split, forget_quality, forgetting, questions
 from mpu_cli.measuring.metrics import Metric
 from mpu_cli.measuring.retain import RetainLog
 from mpu_cli.measuring.words import is_cut_by_rouge
@@ -14,7 +14,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.evaluation import Measuring
 from mpu_cli.options.unlearning import RecordFormat, Records
 from mpu_cli.records.forms import Record, Turn, records_of_turns, remarks_on_overlap
-from mpu_cli.records.read import parsed_rows, report_rows
+from mpu_cli.records.read import Row, parsed_rows, report_rows
 
 SETS = ("forget", "retain", "holdout")  # as OpenUnlearning calls them
 TRUTH_RATIO_FIELDS = ("paraphrased_answer", "perturbed_answer")
