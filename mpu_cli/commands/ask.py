@@ -84,9 +84,10 @@ class Ask(Command):
 def _noted_prompts(source: str, observer: Observer) -> Prompts:
     """The options for turning a question into text of the last request on copies of the run of the one in ``source``;
     the defaults if there is none."""
-    from mpu_cli.training.requests import request_on
+    from mpu_cli.training.requests import default_requests_path, read_requests, request_on
 
-    request = request_on(read_copy_manifest(Path(source)) if Path(source).is_dir() else None)
+    manifest = read_copy_manifest(Path(source)) if Path(source).is_dir() else None
+    request = request_on(manifest, read_requests(default_requests_path()))
     names = flat(Prompts())
     values = {name: value for name, value in request.options.items() if name in names} if request else {}
     prompts = from_flat(Prompts, values)

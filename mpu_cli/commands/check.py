@@ -116,17 +116,24 @@ class Check(Command):
         from mpu_cli.files.reader import fingerprint
         from mpu_cli.files.sealing import opened_copy
         from mpu_cli.model.source import open_model
-        from mpu_cli.training.requests import first_alike, noted_options, request_on
+        from mpu_cli.training.requests import (
+            default_requests_path,
+            noted_options,
+            read_requests,
+            request_on,
+            requests_alike,
+        )
 
         with opened_copy(self.copy, self.identity, observer) as source_path:
             manifest = read_copy_manifest(Path(source_path)) if Path(source_path).is_dir() else None
-        request = request_on(manifest)
+        requests = read_requests(default_requests_path())
+        request = request_on(manifest, requests)
         if request is None:
             raise UsageError(
                 f"check {self.copy}: no --forget, and you made no request on copies of its run on this machine",
                 "name the records with --forget, --retain and --unseen, and the copy with --before",
             )
-        noted, first = noted_options(request), first_alike(request)
+        noted, first = noted_options(request), requests_alike(request, requests)[0]
         values = flat(self.checking)
         named = {
             name: values[name] for name, each in declared_options(Checking).items() if values[name] != each.default

@@ -131,6 +131,7 @@ class UnlearnPlan:
             default_requests_path,
             options_to_note,
             read_requests,
+            requests_alike,
             write_request,
         )
 
@@ -145,11 +146,7 @@ class UnlearnPlan:
             options=options_to_note(self.options, command.goal, command.checks),
         )  # fmt: skip
         path = self._path(default_requests_path())
-        alike = [
-            other
-            for other in read_requests(path)
-            if (other.run, other.copy) == (request.run, request.copy) and other.sources[0] == request.sources[0]
-        ]
+        alike = [other for other in requests_alike(request, read_requests(path)) if other.copy == request.copy]
         if len(alike) > 1:
             observer.warn(
                 f"delta {len(alike) + 1} of these records for run {request.run}: each tells the server more; ask why "

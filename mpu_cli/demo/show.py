@@ -218,10 +218,9 @@ def _play(folder: Path, given: Model | None, story: Scenario, seed: int, observe
     people = make_people(story.people + story.unseen + PUBLIC_PEOPLE, seed)
     sets = {
         "forget": people[: story.forgotten], "retain": people[story.forgotten : story.people],
-        "holdout": people[story.people : story.people + story.unseen],
+        "unseen": people[story.people : story.people + story.unseen],
     }  # fmt: skip
-    files = {"forget": "forget", "retain": "retain", "holdout": "unseen"}
-    paths = {name: _write(folder / "records" / f"{files[name]}.jsonl", group) for name, group in sets.items()}
+    paths = {name: _write(folder / "records" / f"{name}.jsonl", group) for name, group in sets.items()}
     forget, retain, unseen = (read_records(path) for path in paths.values())
     eval_paths = paths | {"retain": _write(folder / "records" / "asked.jsonl", sets["retain"][: story.evaluated])}
     models = folder / "models"
@@ -257,7 +256,7 @@ def _play(folder: Path, given: Model | None, story: Scenario, seed: int, observe
     records = Records(forget=str(paths["forget"]), retain=str(paths["retain"]))
     unlearning = Unlearning(records=records, training=Training(device=story.device))
     protocol = Experiment(base=str(target), unlearning=unlearning, public=public)
-    goal = Goal(unseen=str(paths["holdout"]))
+    goal = Goal(unseen=str(paths["unseen"]))
     request = run_until_pass(protocol, goal, Stopping(), folder / "mpu", PrefixedObserver(observer, "mpu", notes=False))
     measured["mpu"] = measure("mpu", request.model)
     observer.note(
@@ -315,7 +314,7 @@ def _measure(
     folder.mkdir(exist_ok=True)
     log = folder / "retain.json"
     retain = read_retain_log(log) if log.exists() else None
-    sources = {name: str(paths[name]) for name in ("forget", "retain", "holdout")}
+    sources = {"forget": str(paths["forget"]), "retain": str(paths["retain"]), "holdout": str(paths["unseen"])}
     forget, retain_records, unseen = read_own(sources, RecordFormat())
     benchmark = replace(own_records(forget, retain_records, unseen, retain), attacks=tuple(story.recovery.names))
     names = tuple(name for name in story.metrics if name in benchmark.metrics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
 
@@ -138,13 +139,29 @@ class Recovery(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for attack in self.attacks:
-            name, *numbers = attack.split(":")
+        for name in self.numbers:
             if name not in ATTACKS:
                 raise UsageError(f"--attacks {name}: must be one of {', '.join(ATTACKS)}")
-            if len(numbers) > len(ATTACK_NUMBERS.get(name, ())):
+
+    @cached_property
+    def numbers(self) -> dict[str, list[float]]:
+        """The numbers after the name of each attack, with the defaults of those that are missing. Raises UsageError."""
+        numbers: dict[str, list[float]] = {name: list(defaults) for name, defaults in ATTACK_NUMBERS.items()}
+        for attack in self.attacks:
+            name, *texts = attack.split(":")
+            of_attack = numbers.setdefault(name, [])
+            if len(texts) > len(of_attack) and name in ATTACKS:
                 raise UsageError(f"--attacks {attack}: too many numbers", "see --attacks in --help")
-            self._numbers(name)
+            for i, text in enumerate(texts[: len(of_attack)]):
+                kind = type(ATTACK_NUMBERS[name][i])
+                expected = "a whole number of at least 1" if kind is int else "a number above 0"
+                try:
+                    of_attack[i] = kind(text)
+                except ValueError as error:
+                    raise UsageError(f"--attacks {attack}: {text}: must be {expected}") from error
+                if of_attack[i] not in Range(above=0):
+                    raise UsageError(f"--attacks {attack}: {text}: must be {expected}")
+        return numbers
 
     @property
     def names(self) -> list[str]:
@@ -152,15 +169,15 @@ class Recovery(Options):
 
     @property
     def samples(self) -> int:
-        return int(self._numbers("sample")[0])
+        return int(self.numbers["sample"][0])
 
     @property
     def relearn_steps(self) -> int:
-        return int(self._numbers("relearn")[0])
+        return int(self.numbers["relearn"][0])
 
     @property
     def relearn_lr(self) -> float:
-        return self._numbers("relearn")[1]
+        return self.numbers["relearn"][1]
 
     @property
     def document(self) -> dict[str, object]:
@@ -171,22 +188,6 @@ class Recovery(Options):
             "relearn_steps": self.relearn_steps,
             "relearn_lr": self.relearn_lr,
         }
-
-    def _numbers(self, name: str) -> list[float]:
-        """The numbers after the attack ``name``, and the defaults of those that are missing. Raises UsageError."""
-        numbers: list[float] = list(ATTACK_NUMBERS[name]) if name in ATTACK_NUMBERS else []
-        for attack in self.attacks:
-            given, *texts = attack.split(":")
-            for i, text in enumerate(texts if given == name else ()):
-                kind = type(ATTACK_NUMBERS[name][i])
-                expected = "a whole number of at least 1" if kind is int else "a number above 0"
-                try:
-                    numbers[i] = kind(text)
-                except ValueError as error:
-                    raise UsageError(f"--attacks {attack}: {text}: must be {expected}") from error
-                if numbers[i] not in Range(above=0):
-                    raise UsageError(f"--attacks {attack}: {text}: must be {expected}")
-        return numbers
 
 
 @dataclass(frozen=True, kw_only=True)

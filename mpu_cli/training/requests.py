@@ -163,9 +163,9 @@ def latest_on(
     return latest
 
 
-def request_on(manifest: CopyManifest | None) -> Request | None:
-    """The last request on copies of the run of ``manifest``, on the one of its number if there is one."""
-    of_run = [request for request in read_requests(default_requests_path()) if manifest and request.run == manifest.run]
+def request_on(manifest: CopyManifest | None, requests: Sequence[Request]) -> Request | None:
+    """The last of ``requests`` on copies of the run of ``manifest``, on the one of its number if there is one."""
+    of_run = [request for request in requests if manifest and request.run == manifest.run]
     of_copy = [request for request in of_run if manifest and request.copy == manifest.copy]
     candidates = of_copy or of_run
     return candidates[-1] if candidates else None
@@ -176,10 +176,9 @@ def request_of(change: str) -> Request | None:
     return next((each for each in reversed(read_requests(default_requests_path())) if each.change == change), None)
 
 
-def first_alike(request: Request) -> Request:
-    """The first request of the same run with the same records."""
-    requests = read_requests(default_requests_path())
-    return next(each for each in requests if each.run == request.run and each.sources[0] == request.sources[0])
+def requests_alike(request: Request, requests: Sequence[Request]) -> list[Request]:
+    """Those of ``requests`` in the run of ``request`` that are about the same records."""
+    return [other for other in requests if (other.run, other.sources[0]) == (request.run, request.sources[0])]
 
 
 def noted_options(request: Request) -> dict[str, Any]:
