@@ -213,8 +213,8 @@ class Check(Command):
         verdict = checked.verdict
         _tell_shares(verdict, observer)
         if self.show:
-            places = ", ".join(record.location for record in checked.records)
-            observer.note(f"known better than nearly all strangers: {places or 'no record'}")
+            locations = ", ".join(record.location for record in checked.records)
+            observer.note(f"known better than nearly all strangers: {locations or 'no record'}")
         if checked.receipt and checked.receipt.client:
             observer.note(
                 f"{self.receipt}: holds rounded shares, at most {MOST_BITS:.0f} bits about your records; tell the "
@@ -359,13 +359,13 @@ def _scores(
     from mpu_cli.files.reader import OPTION, TORCH
     from mpu_cli.measuring.verdict import RecordScores
     from mpu_cli.model.device import device_of
-    from mpu_cli.model.load import letting_go, limits_of, load
+    from mpu_cli.model.load import limits_of, load, releasing_memory
     from mpu_cli.model.network import Answers, AnswerScore
     from mpu_cli.records.encode import encoding_of
     from mpu_cli.records.forms import dialogues_of
     from mpu_cli.training.checks import check_finite, without_numbers
 
-    @letting_go  # imported here, with torch, so what it decorates is here, too
+    @releasing_memory  # imported here, with torch, so what it decorates is here, too
     def score() -> dict[str, RecordScores]:
         scoring, prompts = options.scoring, options.prompts
         if scoring.dtype:

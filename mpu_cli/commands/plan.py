@@ -29,7 +29,7 @@ class Estimate:
     costs: Cost
     peak: Memory  # of the client
     work: Work
-    room: float | None  # bytes of memory that the client has
+    available: float | None  # bytes of memory that the client has
     records: int | None  # number to forget, None if unknown
     kept: int  # records to keep in a step for each record to forget
     steps: int | None  # on each copy, at most
@@ -37,7 +37,7 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        return None if self.room is None else self.peak.total <= self.room
+        return None if self.available is None else self.peak.total <= self.available
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Plan(Command):
     measure_step: bool = option(False, "Also train two steps here on --forget, and say how long one takes.")
 
     def run(self, observer: Observer = SILENT) -> Estimate:  # noqa: ARG002 (as all commands have it)
-        room = None if self.memory is None else bytes_of(self.memory)
+        available = None if self.memory is None else bytes_of(self.memory)
         if self.measure_step and self.forget is None:
             raise UsageError("--measure-step: needs records to train on", "add --forget DATA")
 
@@ -114,7 +114,7 @@ class Plan(Command):
             costs=cost(opened, copies=scheme.copies, options=unlearning),
             peak=peak_memory(opened, unlearning, objective, work),
             work=work,
-            room=room,
+            available=available,
             records=count,
             kept=objective.algorithm.retain_per_forget if objective.constants.alpha else 0,
             steps=steps,
@@ -132,8 +132,8 @@ class Plan(Command):
             f"server memory\tabout {in_bytes(costs.server_memory)}, regardless of the model",
             f"client memory\tabout {in_bytes(peak.total)}: {memory_of(peak, estimate.work)}",
         ]
-        if estimate.room is not None:
-            lines.append(f"{'fits' if estimate.fits else 'does not fit'}\tinto {in_bytes(estimate.room)}")
+        if estimate.available is not None:
+            lines.append(f"{'fits' if estimate.fits else 'does not fit'}\tinto {in_bytes(estimate.available)}")
         if estimate.steps is not None:
             lines.append(f"client trains\t{self._time(estimate)}")
         lines += _noise_lines(scheme, disguise)

@@ -444,7 +444,9 @@ class Unlearn(Command):
                 "both"
             )
         if plan.options.privacy.dp_epsilon is not None:
-            planned = plan_privately(plan.data, plan.options, objective_of(plan.options.algo, plan.options.loss))
+            planned = plan_privately(
+                plan.data, plan.options, objective_of(plan.options.algo, plan.options.algorithm_options)
+            )
             weights = sum(math.prod(shape) for _, shape in delta_specs(models[0], plan.options).values())
             signal = extension("private").most_signal(planned, weights)
             notes.append(

@@ -44,7 +44,16 @@ from mpu_cli.model.device import device_of
 from mpu_cli.model.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer, PrefixedObserver
 from mpu_cli.options.evaluation import Measuring, Recovery, Scoring
-from mpu_cli.options.unlearning import Goal, Loss, Prompts, RecordFormat, Records, Stopping, Training, Unlearning
+from mpu_cli.options.unlearning import (
+    AlgorithmOptions,
+    Goal,
+    Prompts,
+    RecordFormat,
+    Records,
+    Stopping,
+    Training,
+    Unlearning,
+)
 from mpu_cli.records.forms import Record
 from mpu_cli.records.read import read_records
 from mpu_cli.training.data import Dataset
@@ -180,7 +189,9 @@ PUBLIC_PEOPLE, PUBLIC_EPOCHS = 60, 30  # of the public model that is made on the
 SMALL = Scenario(
     people=44, forgotten=8, unseen=16, evaluated=36, epochs=40,  # of fewer records a check cannot say enough
     # The level at which `unlearn --unseen` arrives, too: the log-probability of what the model never saw.
-    clean=Unlearning(algo="hinge", epochs=35, loss=Loss(level=-1.6), training=Training(batch_size=10)),
+    clean=Unlearning(
+        algo="hinge", epochs=35, algorithm_options=AlgorithmOptions(level=-1.6), training=Training(batch_size=10)
+    ),
     metrics=(
         "forget_Q_A_Prob", "forget_Q_A_ROUGE", "forget_truth_ratio", "forget_quality", "retain_Q_A_Prob",
         "retain_Q_A_ROUGE", "extraction_strength", "mia_min_k", "privleak", RELEARNED,
@@ -214,39 +225,39 @@ def run_demo(
         raise
 
 
-def _play(folder: Path, given: Model | None, story: Scenario, seed: int, observer: Observer) -> Demonstration:
-    people = make_people(story.people + story.unseen + PUBLIC_PEOPLE, seed)
+def _play(folder: Path, given: Model | None, scenario: Scenario, seed: int, observer: Observer) -> Demonstration:
+    people = make_people(scenario.people + scenario.unseen + PUBLIC_PEOPLE, seed)
     sets = {
-        "forget": people[: story.forgotten], "retain": people[story.forgotten : story.people],
-        "unseen": people[story.people : story.people + story.unseen],
+        "forget": people[: scenario.forgotten], "retain": people[scenario.forgotten : scenario.people],
+        "unseen": people[scenario.people : scenario.people + scenario.unseen],
     }  # fmt: skip
     paths = {name: _write(folder / "records" / f"{name}.jsonl", group) for name, group in sets.items()}
     forget, retain, unseen = (read_records(path) for path in paths.values())
-    eval_paths = paths | {"retain": _write(folder / "records" / "asked.jsonl", sets["retain"][: story.evaluated])}
+    eval_paths = paths | {"retain": _write(folder / "records" / "asked.jsonl", sets["retain"][: scenario.evaluated])}
     models = folder / "models"
     if given:
         finetune(
-            given, forget + retain, replace(LEARNING, seed=seed, device=story.device), Prompts(),
-            epochs=story.epochs, out=models / "target", observer=PrefixedObserver(observer, "the target model"),
+            given, forget + retain, replace(LEARNING, seed=seed, device=scenario.device), Prompts(),
+            epochs=scenario.epochs, out=models / "target", observer=PrefixedObserver(observer, "the target model"),
         )  # fmt: skip
     else:
-        others = read_records(_write(folder / "records" / "public.jsonl", people[story.people + story.unseen :]))
-        _make_models(models, [forget, retain, unseen, others], story, seed, observer)
+        others = read_records(_write(folder / "records" / "public.jsonl", people[scenario.people + scenario.unseen :]))
+        _make_models(models, [forget, retain, unseen, others], scenario, seed, observer)
     public, target = given.source if given else str(models / "public"), models / "target"
-    what_follows = f"The client wants {story.forgotten} of them forgotten."
-    if story.retain_model:
+    what_follows = f"The client wants {scenario.forgotten} of them forgotten."
+    if scenario.retain_model:
         what_follows += f" Another, to compare with, never saw the {len(forget)} facts about these."
     observer.note(
         f"The server fine-tuned {'your' if given else 'a public'} model on {len(forget + retain)} facts about "
-        f"{story.people} people. {what_follows}"
+        f"{scenario.people} people. {what_follows}"
     )
-    measure = partial(_measure, paths=eval_paths, story=story, folder=folder / "eval", observer=observer)
+    measure = partial(_measure, paths=eval_paths, scenario=scenario, folder=folder / "eval", observer=observer)
     measured = {}
-    if story.retain_model:
+    if scenario.retain_model:
         measured[RETAIN] = measure("retain", models / "retain")
     measured["before"] = measure("before", target)
-    if story.clean:
-        clean = replace(story.clean, training=replace(story.clean.training, device=story.device))
+    if scenario.clean:
+        clean = replace(scenario.clean, training=replace(scenario.clean.training, device=scenario.device))
         experiment = Experiment(base=str(target), unlearning=clean, mode="clean", rounds=1, keep=True)
         outcome = run(
             experiment, Dataset(forget, retain), folder / "clean", PrefixedObserver(observer, "clean", notes=False)
@@ -254,7 +265,7 @@ def _play(folder: Path, given: Model | None, story: Scenario, seed: int, observe
         measured["clean"] = measure("clean", outcome.model)
         observer.note("Clean: the client got the model itself and unlearned on it.")
     records = Records(forget=str(paths["forget"]), retain=str(paths["retain"]))
-    unlearning = Unlearning(records=records, training=Training(device=story.device))
+    unlearning = Unlearning(records=records, training=Training(device=scenario.device))
     protocol = Experiment(base=str(target), unlearning=unlearning, public=public)
     goal = Goal(unseen=str(paths["unseen"]))
     request = run_until_pass(protocol, goal, Stopping(), folder / "mpu", PrefixedObserver(observer, "mpu", notes=False))
@@ -265,7 +276,7 @@ def _play(folder: Path, given: Model | None, story: Scenario, seed: int, observe
     )
     shown = Demonstration(request.model, folder / "report.html")
     for name, forms in measured.items():
-        shown.metrics[name] = {metric: forms[metric]["agg_value"] for metric in story.metrics if metric in forms}
+        shown.metrics[name] = {metric: forms[metric]["agg_value"] for metric in scenario.metrics if metric in forms}
         if curve := forms.get(RELEARNED, {}).get("curve"):
             shown.relearning[name] = curve
         if name == RETAIN:
@@ -275,18 +286,18 @@ def _play(folder: Path, given: Model | None, story: Scenario, seed: int, observe
             question = f"{label}: {sets[split][0][0]['question']}"
             answers = shown.answers.setdefault(question, {"truth": answer["ground_truth"]})
             answers[name] = answer["generation"]
-    write_report(folder, shown, {"people": story.people, "to be forgotten": story.forgotten})
+    write_report(folder, shown, {"people": scenario.people, "to be forgotten": scenario.forgotten})
     return shown
 
 
 def _make_models(
-    models: Path, sets: Sequence[Sequence[Record]], story: Scenario, seed: int, observer: Observer
+    models: Path, sets: Sequence[Sequence[Record]], scenario: Scenario, seed: int, observer: Observer
 ) -> None:
     """The public model, and two that are fine-tuned from it: the server's, and one that never saw the records to
     forget."""
     forget, retain, _, others = sets
     tokenizer = make_tokenizer([record for records in sets for record in records])
-    device, public = device_of(story.device), models / "public"
+    device, public = device_of(scenario.device), models / "public"
 
     def on_step(losses: Losses, steps: int) -> None:
         observer.advance(1 / steps, f"loss {losses.loss:.2f}")
@@ -298,7 +309,9 @@ def _make_models(
     )  # fmt: skip
     for name, records in (("target", [*forget, *retain]), ("retain", retain)):
         observer.stage(f"train the {name} model", 1.0, "done")
-        finetune_gently(public, records, models / name, epochs=story.epochs, seed=seed, on_step=on_step, device=device)
+        finetune_gently(
+            public, records, models / name, epochs=scenario.epochs, seed=seed, on_step=on_step, device=device
+        )
 
 
 def _write(path: Path, people: Sequence[Sequence[Row]]) -> Path:
@@ -308,21 +321,21 @@ def _write(path: Path, people: Sequence[Sequence[Row]]) -> Path:
 
 
 def _measure(
-    name: str, model: Path, *, paths: Mapping[str, Path], story: Scenario, folder: Path, observer: Observer
+    name: str, model: Path, *, paths: Mapping[str, Path], scenario: Scenario, folder: Path, observer: Observer
 ) -> dict[str, MetricResult]:
-    """The story's metrics of ``model``, with the retain model's result as the log if it exists."""
+    """The scenario's metrics of ``model``, with the retain model's result as the log if it exists."""
     folder.mkdir(exist_ok=True)
     log = folder / "retain.json"
     retain = read_retain_log(log) if log.exists() else None
     sources = {"forget": str(paths["forget"]), "retain": str(paths["retain"]), "holdout": str(paths["unseen"])}
     forget, retain_records, unseen = read_own(sources, RecordFormat())
-    benchmark = replace(own_records(forget, retain_records, unseen, retain), attacks=tuple(story.recovery.names))
-    names = tuple(name for name in story.metrics if name in benchmark.metrics)
-    scoring = Scoring(device=story.device)
+    benchmark = replace(own_records(forget, retain_records, unseen, retain), attacks=tuple(scenario.recovery.names))
+    names = tuple(name for name in scenario.metrics if name in benchmark.metrics)
+    scoring = Scoring(device=scenario.device)
     result = evaluate(
         open_model(str(model)),
         benchmark,
-        Measuring(retain_log=log if retain else None, metrics=names, recovery=story.recovery, scoring=scoring),
+        Measuring(retain_log=log if retain else None, metrics=names, recovery=scenario.recovery, scoring=scoring),
         out=folder / f"{name}.json",
         observer=PrefixedObserver(observer, name, notes=False),
     )

@@ -329,7 +329,7 @@ def unpack_folder(stream: BinaryIO, into: Path) -> Path:
     folders in folders, and truncation. Files get mode 0600 and folders 0700, whatever the archive says.
     """
     root: Path | None = None
-    room = MOST_BYTES
+    remaining_bytes = MOST_BYTES
     for _ in range(MOST_MEMBERS):
         member = _header(stream)
         if member is None:
@@ -349,9 +349,9 @@ def unpack_folder(stream: BinaryIO, into: Path) -> Path:
             continue
         if member.type not in (tarfile.REGTYPE, tarfile.AREGTYPE) or len(parts) != 2:
             raise MpuError(f"the archive's member {shown} is not a file in its folder")
-        if member.size > room:
+        if member.size > remaining_bytes:
             raise MpuError(f"the archive holds more than {MOST_BYTES:,} bytes")
-        room -= member.size
+        remaining_bytes -= member.size
         try:
             _copy(stream, root / parts[1], member.size)
         except FileExistsError as error:

@@ -108,27 +108,27 @@ def odd_files(sizes: dict[str, int], name: str) -> str:
 def next_pieces_to_fetch(sizes: dict[str, int], received_sizes: dict[str, int]) -> dict[str, int]:
     """The number of bytes to request next of each file: PIECE at most, small files together."""
     counts: dict[str, int] = {}
-    room = PIECE
+    remaining_bytes = PIECE
     for file, size in sizes.items():
-        count = min(size - received_sizes[file], room)
+        count = min(size - received_sizes[file], remaining_bytes)
         if count:
             counts[file] = count
-            room -= count
+            remaining_bytes -= count
     return counts
 
 
 def next_pieces_to_send(missing: dict[Path, int]) -> tuple[list[str], list[int], tuple[bytes, ...]]:
     """Pieces of the first of ``missing`` files, PIECE bytes at most: small files go together."""
-    names, offsets, data, room = [], [], [], PIECE
+    names, offsets, data, remaining_bytes = [], [], [], PIECE
     for path, offset in missing.items():
         with path.open("rb") as file:
             file.seek(offset)
-            piece = file.read(room)
+            piece = file.read(remaining_bytes)
         names.append(path.name)
         offsets.append(offset)
         data.append(piece)
-        room -= len(piece)
-        if room <= 0:
+        remaining_bytes -= len(piece)
+        if remaining_bytes <= 0:
             break
     return names, offsets, tuple(data)
 

@@ -139,15 +139,15 @@ class Spool:
         """
         folder = _inbox_path(copy)
         private_folder(target)
-        room = shutil.disk_usage(target).free - SPARE
+        free_bytes = shutil.disk_usage(target).free - SPARE
         for name in self._folder.names(folder):
             if name not in COPY_FILES and not SHARD.fullmatch(name):
                 continue
             size = self._folder.size(f"{folder}/{name}")
-            if size > room:
-                raise MpuError(f"{copy}: {name} has {size:,} bytes, and {max(0, room):,} are free", "make room")
+            if size > free_bytes:
+                raise MpuError(f"{copy}: {name} has {size:,} bytes, and {max(0, free_bytes):,} are free", "make room")
             with self._folder.open(f"{folder}/{name}") as file:
-                room -= copy_bounded(file, target / name, room)
+                free_bytes -= copy_bounded(file, target / name, free_bytes)
         return target
 
     def hand_over(self, copy: str, delta: Path) -> Path:

@@ -20,7 +20,7 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
 from mpu_cli.files.reader import all_finite
 from mpu_cli.lab.alignment import layer_maps, model_maps, residual_map, undo
-from mpu_cli.model.family import SETS
+from mpu_cli.model.family import SETS, UNION
 from mpu_cli.model.layout import TensorLayout
 from mpu_cli.model.sampling import AxisMap, Maps
 from mpu_cli.model.source import Model
@@ -394,7 +394,7 @@ class _Attacker:
         are estimated relative to the reference, or to zero for the first copy."""
         recovered = self.audit.attacks[attack.name]
         first_copy = self._copies[0]
-        outer = self._outer(first_copy, self._base, "every")
+        outer = self._outer(first_copy, self._base, UNION)
         public = {name: torch.zeros_like(weights) for name, weights in truth.items()}
         if self._reference is not None and whose is self._reference:
             public = self._tensors(whose, tensors)
@@ -406,7 +406,7 @@ class _Attacker:
                 axis: after_undoing(undone.get(axis, AxisMap(torch.arange(len(other)))), other)
                 for axis, other in outer.items()
             }
-        aligned, beside = self._all_aligned(tensors, [estimate, public], outer, truth, "every")
+        aligned, beside = self._all_aligned(tensors, [estimate, public], outer, truth, UNION)
         for method, candidate in estimates(aligned, beside, truth).items():
             # In the reference's coordinates, leaving it where it is may be nearer than the alignment found.
             unmoved = recovered.task.get(method, {}).get(block, math.inf)

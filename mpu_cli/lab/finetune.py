@@ -17,7 +17,7 @@ from mpu_cli.files.reader import Checkpoint, all_finite, quoted_list
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import CheckpointWriter
 from mpu_cli.model.device import memory_in_mind
-from mpu_cli.model.load import letting_go, limits_of, load
+from mpu_cli.model.load import limits_of, load, releasing_memory
 from mpu_cli.model.source import Model, carry_small_files
 from mpu_cli.model.tensors import check_stored, in_memory
 from mpu_cli.observer import SILENT, Observer
@@ -69,7 +69,7 @@ class Finetuned:
     lost_to_rounding: float
 
 
-@letting_go
+@releasing_memory
 def finetune(
     model: Model,
     records: Sequence[Record],

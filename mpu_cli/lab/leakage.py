@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 SMALLEST_RESIDUALS = 0.01
 ROUNDING = 5e-8  # residual per step that rounding leaves in float32, twice over
 ASSUMED_STEPS = 40  # assumed, as a reader does not know their number
-ABOVE = 3.0  # rows whose residual is this many times that of the calm ones had a gradient
-TINY = 1e-12
+GRADIENT_FACTOR = 3.0  # rows whose residual is this many times that of the calm ones had a gradient
+LEAST_NORM = 1e-12
 RIDGE = 1e-4  # of ``span_gain``
 MIN_AUC = 0.8  # AUC of forgotten against kept tokens from which a reading is called one
 SEVERAL = 5  # tokens that a side needs to be ranked
@@ -54,7 +54,7 @@ def decay_residual(change: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
     A row without a gradient moves by weight decay alone, d = −c·w, so only rounding is left. Best under SGD.
     """
-    size = weight.norm(dim=1, keepdim=True).clamp(min=TINY)
+    size = weight.norm(dim=1, keepdim=True).clamp(min=LEAST_NORM)
     along = (change * weight).sum(1, keepdim=True) / size.square()
     return ((change - along * weight) / size).norm(dim=1)
 
@@ -64,13 +64,13 @@ def norm(change: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     return change.norm(dim=1)
 
 
-def off_mean(change: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+def distance_to_mean(change: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     """1 − mean cosine of a row with all rows: (rows,). Rows of absent tokens move along with each other."""
     unit = _unit(change)
     return 1 - unit @ unit.mean(0)
 
 
-def away(change: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def against_weight(change: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """−cos(d, w) by row: (rows,). A head's rows of forgotten answers move against themselves."""
     return -(_unit(change) * _unit(weight)).sum(1)
 
@@ -88,7 +88,7 @@ def fit_residual(change: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return (unit - inputs @ torch.linalg.solve(gram, inputs.T @ unit)).norm(dim=1)
 
 
-RULES = (decay_residual, norm, off_mean, away, fit_residual)  # a reading has the name of the function
+RULES = (decay_residual, norm, distance_to_mean, against_weight, fit_residual)  # a reading has the name of the function
 
 
 def moved_rows(change: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | None:
@@ -99,7 +99,7 @@ def moved_rows(change: torch.Tensor, weight: torch.Tensor) -> torch.Tensor | Non
     """
     residual = decay_residual(change, weight)
     floor = float(residual.sort().values[: max(1, int(len(residual) * SMALLEST_RESIDUALS))].median())
-    return None if floor > ROUNDING * ASSUMED_STEPS else residual > max(ABOVE * floor, TINY)
+    return None if floor > ROUNDING * ASSUMED_STEPS else residual > max(GRADIENT_FACTOR * floor, LEAST_NORM)
 
 
 def span_gain(changes: Sequence[torch.Tensor], inputs: torch.Tensor) -> torch.Tensor:

@@ -292,7 +292,7 @@ def missing_experiments(folders: Sequence[Path], lines: Sequence[Line]) -> list[
     return missing
 
 
-def how_made(folders: Sequence[Path]) -> list[str]:
+def provenance_of(folders: Sequence[Path]) -> list[str]:
     """A sentence for each sweep: the options and versions with which all of its experiments were made."""
     declared, paragraphs = declared_options(Experiment), []
     for folder in folders:
@@ -321,11 +321,11 @@ def write_report(
     *,
     published: Sequence[Line] = (),
     missing: Sequence[str] = (),
-    made: Sequence[str] = (),
+    provenance: Sequence[str] = (),
     force: bool = False,
 ) -> None:
     """Write the report in the format that the suffix of ``target`` names; ``published`` are lines of others' results,
-    which stand beside, ``missing`` the names of experiments without a result, ``made`` says ``how_made``."""
+    which stand beside, ``missing`` the names of experiments without a result, ``provenance`` that of the sweeps."""
     if target.suffix not in (*SUFFIXES, ".html", ".pdf"):
         raise UsageError(f"--out {target}: must end in .html, .pdf, {', '.join(SUFFIXES)}")
     available = metric_names(lines)
@@ -334,7 +334,7 @@ def write_report(
     beside = [*lines, *published]
     tables = pivot(beside, names, None, over)
     if target.suffix in SUFFIXES:
-        write_tables(tables, target, notes=made, force=force)
+        write_tables(tables, target, notes=provenance, force=force)
         return
     figures = _figures(lines, available, names, repeats)
     if target.suffix == ".pdf":
@@ -347,7 +347,7 @@ def write_report(
                 figure.suptitle(plain(heading), fontsize=11)
                 pages.savefig(figure)
         return
-    parts = [f"<p>{html.escape(text)}</p>" for text in (_summary(lines, missing), *made)]
+    parts = [f"<p>{html.escape(text)}</p>" for text in (_summary(lines, missing), *provenance)]
     for mode, mode_distances in degradation(beside, names).items():
         parts += [f"<p><b>{html.escape(mode)}</b>: {html.escape(said)}.</p>" for said in sentences(mode_distances)]
     for name, (head, *rows) in tables.items():

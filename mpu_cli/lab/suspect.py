@@ -18,7 +18,7 @@ from scipy.optimize import linear_sum_assignment
 from mpu_cli.errors import MpuError
 from mpu_cli.files.reader import FLOATS, Checkpoint, TensorInfo, open_checkpoint
 from mpu_cli.lab.alignment import cosines, layer_maps, model_maps, procrustes, residual_map, undo
-from mpu_cli.model.family import FFN_AXES
+from mpu_cli.model.family import FFN_AXES, UNION
 from mpu_cli.model.layout import EMBEDDING, Layout, TensorLayout
 from mpu_cli.model.sampling import AxisMap, Maps
 from mpu_cli.model.source import locate
@@ -40,7 +40,7 @@ from mpu_cli.protocol.watermarks import clip, median_size
 FITS, SUREST = 0.5, 0.9  # median cosine of the embedding's rows with the base's from which a turn counts as found
 LOUD = 3.0  # times the median length, from which a row is left out of what is fitted to all of them
 REFITS, UNLIKE = 2, 0.5  # fits without the rows whose cosine is below this share of the median one
-AXIS = 0.9  # entry of a turn from which a coordinate counts as one of the base's
+ALIGNED_ENTRY = 0.9  # entry of a turn from which a coordinate counts as one of the base's
 PRINCIPAL, PASSES, SAMPLE = 16, 6, 4096  # axes of the first match; passes, each over so many tokens
 NEIGHBOUR_ROWS = 1024  # rows whose nearest neighbours are looked for at once
 MODEL, VOCABULARY = ("model",), ("vocab",)
@@ -132,13 +132,14 @@ def straighten(
     embedding = _token_embedding(layout, names)
     if embedding is None:
         return None
-    ours, theirs = suspect.tensor(names[embedding.name]).float(), base.tensor(embedding.name).float()
-    fit = _turn_and_tokens(ours.nan_to_num(0.0, 0.0, 0.0), theirs)
+    suspect_embedding = suspect.tensor(names[embedding.name]).float()
+    base_embedding = base.tensor(embedding.name).float()
+    fit = _turn_and_tokens(suspect_embedding.nan_to_num(0.0, 0.0, 0.0), base_embedding)
     if fit is None:
         return None
     turn, tokens = fit
     square = turn.shape[0] == turn.shape[1]
-    is_signed_permutation = square and float((turn.abs().amax(1) > AXIS).float().mean()) > AXIS
+    is_signed_permutation = square and float((turn.abs().amax(1) > ALIGNED_ENTRY).float().mean()) > ALIGNED_ENTRY
     by_name = {names[t.name]: t for t in layout.parameters if t.name in names}
     straightened = StraightenedCheckpoint(suspect, base, by_name, turn, tokens)
     _find_neurons(straightened)
@@ -152,25 +153,27 @@ def _token_embedding(layout: Layout, names: Mapping[str, str]) -> TensorLayout |
     return next((t for t in layout.parameters if t.axes == (VOCABULARY, MODEL) and t.name in names), None)
 
 
-def _turn_and_tokens(ours: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """The turn of the embedding ``ours`` that gives ``theirs``, and each token's number in ours; None for the tokens if
-    all have their places. None if nothing fits."""
-    both = min(len(ours), len(theirs))
-    turn = turn_between(ours[:both], theirs[:both])
-    if median_cosine(ours[:both] @ turn, theirs[:both]) >= _enough(both, len(turn)):
-        if len(ours) == len(theirs):
+def _turn_and_tokens(
+    embedding: torch.Tensor, base_embedding: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """The turn of ``embedding`` that gives ``base_embedding``, and each token's row there; None for the rows if all
+    tokens have their places. None if nothing fits."""
+    both = min(len(embedding), len(base_embedding))
+    turn = turn_between(embedding[:both], base_embedding[:both])
+    if median_cosine(embedding[:both] @ turn, base_embedding[:both]) >= _enough(both, len(turn)):
+        if len(embedding) == len(base_embedding):
             return turn, None
-        return turn, torch.cat([torch.arange(both), torch.full((len(theirs) - both,), -1)])
-    step = max(1, len(theirs) // SAMPLE)
-    sample = theirs[::step]
+        return turn, torch.cat([torch.arange(both), torch.full((len(base_embedding) - both,), -1)])
+    step = max(1, len(base_embedding) // SAMPLE)
+    sample = base_embedding[::step]
     # Directions alone are another first match: of lengths, tokens that nothing uses may have any.
     for prepare in (_as_it_is, torch.nn.functional.normalize):
-        places = _nearest(_principal(prepare(theirs))[::step], _principal(prepare(ours)))
+        tokens = _nearest(_principal(prepare(base_embedding))[::step], _principal(prepare(embedding)))
         for _ in range(PASSES):
-            turn = turn_between(ours[places], sample)
-            places = _nearest(sample, ours @ turn)
-        if median_cosine((ours @ turn)[places], sample) >= _enough(len(sample), len(turn)):
-            return turn, _nearest(theirs, ours @ turn)
+            turn = turn_between(embedding[tokens], sample)
+            tokens = _nearest(sample, embedding @ turn)
+        if median_cosine((embedding @ turn)[tokens], sample) >= _enough(len(sample), len(turn)):
+            return turn, _nearest(base_embedding, embedding @ turn)
     return None
 
 
@@ -251,7 +254,7 @@ def _find_neurons(straightened: StraightenedCheckpoint) -> None:
             straightened.neurons[key] = similarity.argmax(1)
 
 
-TAILS = 4.0  # times the RMS of the base's weights, beyond which those of a suspect are clipped to align them
+CLIP = 4.0  # times the RMS of the base's weights, beyond which those of a suspect are clipped to align them
 LARGEST = 1000.0  # times that, beyond which nothing is a weight
 EQUILIBRATIONS, COMPARED = 3, 4  # rounds of scaling rows and columns; slices of a matrix that are compared
 ALIGNED = 0.5  # cosine with the base above which a matrix counts as lying in its coordinates
@@ -299,7 +302,7 @@ class Suspect:
         """The suspect's tensor for the base's ``name``, float32, to align it by: as large as the base's tensor,
         ``like``, at the median, because a model may be rescaled block by block; weights that are not finite, or far
         larger, are clipped, or they alone would decide. Raises KeyError if it lacks it."""
-        return in_scale_of(like.float(), self.checkpoint.tensor(self.names[name]).float(), TAILS)
+        return in_scale_of(like.float(), self.checkpoint.tensor(self.names[name]).float(), CLIP)
 
 
 def match_suspect(source: str, checkpoint: Checkpoint, base: Checkpoint, layout: Layout) -> Suspect:
@@ -309,17 +312,18 @@ def match_suspect(source: str, checkpoint: Checkpoint, base: Checkpoint, layout:
     names = {}
     for tensor in layout.parameters:
         full = tensor.name if tensor.name.startswith(prefix) else prefix + tensor.name
-        theirs = tensor.name if tensor.name in checkpoint.tensors else with_prefix.get(full)
-        if theirs is None and tensor.axes[0] == ("vocab",):  # an embedding that is stored as the head tied to it
+        stored_name = tensor.name if tensor.name in checkpoint.tensors else with_prefix.get(full)
+        if stored_name is None and tensor.axes[0] == ("vocab",):  # an embedding that is stored as the head tied to it
             heads = [head for head in layout.family.heads if head not in layout.tensors]
-            theirs = next((head for head in heads if head in checkpoint.tensors), None)
-        if theirs is None:
+            stored_name = next((head for head in heads if head in checkpoint.tensors), None)
+        if stored_name is None:
             continue
-        if checkpoint.tensors[theirs].dtype not in FLOATS:
+        if checkpoint.tensors[stored_name].dtype not in FLOATS:
             raise MpuError(
-                f"{source}: {theirs!r} is stored as {checkpoint.tensors[theirs].dtype}", "dequantise the model first"
+                f"{source}: {stored_name!r} is stored as {checkpoint.tensors[stored_name].dtype}",
+                "dequantise the model first",
             )
-        names[tensor.name] = theirs
+        names[tensor.name] = stored_name
     if not any(layout.tensors[name].axes[0] in EMBEDDING for name in names) or len(names) < 2:
         raise MpuError(f"{source}: has none of the tensors of {base.path}, so it has another architecture")
     return _straightened(Suspect(source, checkpoint, names), base, layout)
@@ -328,18 +332,18 @@ def match_suspect(source: str, checkpoint: Checkpoint, base: Checkpoint, layout:
 def _straightened(suspect: Suspect, base: Checkpoint, layout: Layout) -> Suspect:
     """``suspect`` in the basis of ``base`` if it is in another; without the tensors that cannot be brought there."""
     names, tensors = suspect.names, suspect.checkpoint.tensors
-    unlike = [name for name, theirs in names.items() if tensors[theirs].shape != base.tensors[name].shape]
+    unlike = [name for name, stored_name in names.items() if tensors[stored_name].shape != base.tensors[name].shape]
     if not unlike and _fits(suspect, base, layout):
         return suspect
     assert isinstance(suspect.checkpoint, Checkpoint)
     straightened = straighten(suspect.checkpoint, base, layout, names)
     if straightened is not None:
-        within = {name: theirs for name, theirs in names.items() if straightened.could_be(theirs)}
+        within = {name: stored_name for name, stored_name in names.items() if straightened.could_be(stored_name)}
         return Suspect(suspect.source, straightened, within)
     if unlike:
-        theirs = names[unlike[0]]
+        stored_name = names[unlike[0]]
         raise MpuError(
-            f"{suspect.source}: {theirs!r} has shape {list(tensors[theirs].shape)}, but "
+            f"{suspect.source}: {stored_name!r} has shape {list(tensors[stored_name].shape)}, but "
             f"{list(base.tensors[unlike[0]].shape)} in {base.path}, and its tokens are not the base's: another "
             "architecture or vocabulary"
         )
@@ -352,14 +356,14 @@ def _fits(suspect: Suspect, base: Checkpoint, layout: Layout) -> bool:
     embedding = _token_embedding(layout, suspect.names)
     if embedding is None:
         return True
-    theirs = base.tensor(embedding.name).float()
-    ours = suspect.tensor(embedding.name, theirs)
+    base_embedding = base.tensor(embedding.name).float()
+    suspect_embedding = suspect.tensor(embedding.name, base_embedding)
     maps: Maps = {"model": find_residual(suspect, base, layout)}
-    undone = undo(layout, [embedding], {embedding.name: ours}, maps)[embedding.name]
-    fit = median_cosine(undone, theirs)
+    undone = undo(layout, [embedding], {embedding.name: suspect_embedding}, maps)[embedding.name]
+    fit = median_cosine(undone, base_embedding)
     if fit < FITS or fit + MIN_IMPROVEMENT >= 1:
         return fit >= FITS
-    return median_cosine(undone @ turn_between(undone, theirs), theirs) < fit + MIN_IMPROVEMENT
+    return median_cosine(undone @ turn_between(undone, base_embedding), base_embedding) < fit + MIN_IMPROVEMENT
 
 
 def match_layers(suspect: Suspect, base: Checkpoint, layout: Layout, residual: AxisMap) -> Suspect:
@@ -377,12 +381,14 @@ def match_layers(suspect: Suspect, base: Checkpoint, layout: Layout, residual: A
         return suspect
     kinds: dict[object, tuple[list[int], list[int]]] = {}
     for i, tensors in layers.items():
-        ours, theirs = kinds.setdefault(tuple(tensor.axes for tensor in tensors), ([], []))
-        ours.append(i)
-        theirs += [i] if i in complete else []
-    names = {name: theirs for name, theirs in suspect.names.items() if layout.tensors[name].layer is None}
-    for ours, theirs in kinds.values():
-        pairs = _likest(suspect, base, layers, residual=residual, suspects=theirs, bases=ours) if theirs else []
+        of_base, of_suspect = kinds.setdefault(tuple(tensor.axes for tensor in tensors), ([], []))
+        of_base.append(i)
+        of_suspect += [i] if i in complete else []
+    names = {name: stored_name for name, stored_name in suspect.names.items() if layout.tensors[name].layer is None}
+    for of_base, of_suspect in kinds.values():
+        if not of_suspect:
+            continue
+        pairs = _likest(suspect, base, layers, residual=residual, suspects=of_suspect, bases=of_base)
         for from_layer, to_layer in pairs:
             names |= {t.name: suspect.names[s.name] for s, t in zip(layers[from_layer], layers[to_layer], strict=True)}
     return Suspect(suspect.source, suspect.checkpoint, names)
@@ -398,9 +404,10 @@ def _likest(
     for i in suspects:
         weights = [suspect.tensor(t.name, base.tensor(t.name)) for t in layers[i]]
         of_suspects.append(_profile(weights, layers[i], residual))
-    ours, theirs = torch.stack(of_bases), torch.stack(of_suspects)
-    mean = ours.mean(0)  # what all layers have in common
-    similarity = torch.corrcoef(torch.cat([theirs - mean, ours - mean]))[: len(suspects), len(suspects) :]
+    base_profiles, suspect_profiles = torch.stack(of_bases), torch.stack(of_suspects)
+    mean = base_profiles.mean(0)  # what all layers have in common
+    profiles = torch.cat([suspect_profiles - mean, base_profiles - mean])
+    similarity = torch.corrcoef(profiles)[: len(suspects), len(suspects) :]
     rows, columns = linear_sum_assignment(similarity.nan_to_num(-1).numpy(), maximize=True)
     return [(suspects[row], bases[column]) for row, column in zip(rows.tolist(), columns.tolist(), strict=True)]
 
@@ -454,20 +461,20 @@ class Frames:
 
     def _by_alignment(self, tensors: Sequence[TensorLayout]) -> dict[str, tuple[str, TensorMap]]:
         def load(block: Sequence[TensorLayout]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-            theirs = {t.name: self.base.tensor(t.name).float() for t in block}
-            return {name: self.suspect.tensor(name, like) for name, like in theirs.items()}, theirs
+            base_weights = {t.name: self.base.tensor(t.name).float() for t in block}
+            return {name: self.suspect.tensor(name, like) for name, like in base_weights.items()}, base_weights
 
         if not self._outer:
             outside = [t for t in self.layout.parameters if t.layer is None]
             if all(t.name in self.suspect.names for t in outside):
-                self._outer = model_maps(self.layout, *load(outside), "every", self.residual)
+                self._outer = model_maps(self.layout, *load(outside), UNION, self.residual)
             else:
                 self._outer = {"model": self.residual, "|model|": AxisMap(self.residual.order)}
         maps: Maps = dict(self._outer)
         if tensors[0].layer is not None:
-            ours, theirs = load(tensors)
-            undone = undo(self.layout, tensors, ours, self._outer)
-            maps = {**maps, **_permutations_only(layer_maps(self.layout, tensors, undone, theirs, "every"))}
+            suspect_weights, base_weights = load(tensors)
+            undone = undo(self.layout, tensors, suspect_weights, self._outer)
+            maps = {**maps, **_permutations_only(layer_maps(self.layout, tensors, undone, base_weights, UNION))}
         return {t.name: (self.suspect.names[name_in_copy(t, maps)], tensor_map(self.layout, t, maps)) for t in tensors}
 
     def _nearness(self, tensors: Sequence[TensorLayout], maps: Mapping[str, tuple[str, TensorMap]]) -> float:
@@ -510,9 +517,9 @@ def find_residual(suspect: Suspect, base: Checkpoint, layout: Layout) -> AxisMap
     tensors = [t for t in embeddings if t.name in suspect.names][:1]
     if not tensors:
         raise MpuError(f"{suspect.source}: has no embedding, by which its coordinates could be found")
-    theirs = {t.name: base.tensor(t.name) for t in tensors}
-    ours = {name: suspect.tensor(name, like) for name, like in theirs.items()}
-    return residual_map(layout, ours, theirs, "every")
+    base_weights = {t.name: base.tensor(t.name) for t in tensors}
+    suspect_weights = {name: suspect.tensor(name, like) for name, like in base_weights.items()}
+    return residual_map(layout, suspect_weights, base_weights, UNION)
 
 
 def count_agreements(actual: AxisMap, drawn: AxisMap) -> int:

@@ -88,7 +88,7 @@ def _trained_item(example: Example, record: Record, ends: set[int]) -> Item:
 @dataclass(frozen=True)
 class OpenUnlearningEncoder:
     """Makes items as OpenUnlearning does, with the tokenizer, template and limits of ``encoding``, which notes the
-    places of records that were cut and of long ones."""
+    locations of records that were cut and of long ones."""
 
     encoding: Encoding
     _prompts: dict[str, list[int]] = field(default_factory=dict)
@@ -110,27 +110,27 @@ class OpenUnlearningEncoder:
 
     def completions(self, rows: Sequence[tuple[str, str, str]]) -> list[Item]:
         """Items of (prompt, continuation, place); of a continuation, LONGEST_TEXT tokens at most are scored."""
-        places = [location for _, _, location in rows]
-        full_ids = self._tokens([f"{prompt} {continuation}" for prompt, continuation, _ in rows], places)
-        prompts = self._tokens([prompt for prompt, _, _ in rows], places)
-        return [self._text(*each) for each in zip(full_ids, prompts, places, strict=True)]
+        locations = [location for _, _, location in rows]
+        full_ids = self._tokens([f"{prompt} {continuation}" for prompt, continuation, _ in rows], locations)
+        prompts = self._tokens([prompt for prompt, _, _ in rows], locations)
+        return [self._text(*each) for each in zip(full_ids, prompts, locations, strict=True)]
 
     def texts(self, rows: Sequence[tuple[str, str]]) -> list[Item]:
         """Items of (text, place), scored from the second token on."""
-        places = [location for _, location in rows]
+        locations = [location for _, location in rows]
         # The empty text has the tokens that the tokenizer puts before every text.
-        [before] = self._tokens([""], places[:1] or [""])
+        [before] = self._tokens([""], locations[:1] or [""])
         return [
             self._text(ids, before, location)
-            for ids, location in zip(self._tokens([text for text, _ in rows], places), places, strict=True)
+            for ids, location in zip(self._tokens([text for text, _ in rows], locations), locations, strict=True)
         ]
 
-    def _tokens(self, texts: Sequence[str], places: Sequence[str]) -> list[list[int]]:
+    def _tokens(self, texts: Sequence[str], locations: Sequence[str]) -> list[list[int]]:
         try:
             outcomes = tokens.of_texts(self.encoding.tokenizer, texts)
         except LimitError as error:
             raise tokens.rejection(error) from error
-        return _all(outcomes, places)
+        return _all(outcomes, locations)
 
     def _text(self, ids: list[int], prompt: list[int], location: str) -> Item:
         return self._item(ids[: len(prompt) + LONGEST_TEXT], max(1, len(prompt)), prompt, location)
@@ -193,10 +193,10 @@ def encoder_of(
     return TrainedEncoder(encoding) if scored == "as trained" else OpenUnlearningEncoder(encoding)
 
 
-def _all(outcomes: Sequence[list[int] | ValueError], places: Sequence[str]) -> list[list[int]]:
+def _all(outcomes: Sequence[list[int] | ValueError], locations: Sequence[str]) -> list[list[int]]:
     """The tokens of every text."""
     encoded = []
-    for outcome, location in zip(outcomes, places, strict=True):
+    for outcome, location in zip(outcomes, locations, strict=True):
         if isinstance(outcome, ValueError):
             raise tokens.rejection(outcome, location)
         encoded.append(outcome)

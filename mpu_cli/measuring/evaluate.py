@@ -34,7 +34,7 @@ from mpu_cli.measuring.retain import FORMAT, RetainLog, read_retain_log
 from mpu_cli.measuring.run import Advance, Run, load_subject, loaded_for
 from mpu_cli.measuring.scoring import Scorer
 from mpu_cli.model.device import device_of
-from mpu_cli.model.load import letting_go, limits_of, longest_input
+from mpu_cli.model.load import limits_of, longest_input, releasing_memory
 from mpu_cli.model.source import TOKENIZER_FILES, Model, open_model
 from mpu_cli.model.staging import open_delta, remark_on_ties
 from mpu_cli.model.tensors import check_bitsandbytes
@@ -337,7 +337,7 @@ def choose(benchmark: Benchmark, options: Measuring, served: bool = False) -> di
     return {name: metric for name, metric in table.items() if name in selected_names}
 
 
-@letting_go
+@releasing_memory
 @private_umask()  # results hold questions, answers and generations
 def evaluate(
     model: Model,

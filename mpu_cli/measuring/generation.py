@@ -27,7 +27,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.measuring.encoding import Item, encoder_of
 from mpu_cli.measuring.scoring import ADVICE, TokenScores
 from mpu_cli.model.device import memory_in_mind
-from mpu_cli.model.load import letting_go, limits_of, load
+from mpu_cli.model.load import limits_of, load, releasing_memory
 from mpu_cli.model.source import Model
 from mpu_cli.model.staging import add_delta, open_delta
 from mpu_cli.observer import SILENT, Observer
@@ -376,7 +376,7 @@ class Respondent:
         return [each.generation for each in answers]
 
 
-@letting_go
+@releasing_memory
 def answers_before_and_after(
     copy: Model, delta: Path, records: Sequence[Record], prompts: ChatTemplate, device: str
 ) -> list[Shown]:

@@ -397,9 +397,9 @@ def gradient_norms(
     parameters = [p.requires_grad_(True) for p in model.parameters()]
     weights = weights_of(model)
     suit_heap_to(weights)
-    room = GRADIENT_BYTES // weights
+    gradients_in_memory = GRADIENT_BYTES // weights
     norms = []
-    at_once = max(1, min(passes_at_once(model), room))
+    at_once = max(1, min(passes_at_once(model), gradients_in_memory))
     norms_of = _norms_together if at_once > 1 else _norms_in_turn
     with memory_in_mind(ADVICE), worker_pool(at_once) as pool:
         for item, norm in zip(

@@ -75,10 +75,10 @@ class Pack:
 
 def packs(items: Sequence[Item], size: int) -> Iterator[Pack]:
     """All ``items``, in packs of at most ``size`` times as many tokens as the longest has."""
-    room = size * max(len(item.ids) for item in items)
+    most_tokens = size * max(len(item.ids) for item in items)
     pack = Pack()
     for item in sorted(items, key=lambda item: item.ids):
-        if pack.items and len(pack.ids) + len(item.ids) > room:
+        if pack.items and len(pack.ids) + len(item.ids) > most_tokens:
             yield pack
             pack = Pack()
         pack.add(item)

@@ -189,7 +189,7 @@ GROUPED = (
 ORDERED = ("m-inner", "m-state", "m-rank")  # axes with an order of their own, and nothing more
 LATENTS = ("q-latent", "kv-latent")
 QK, VO = ("query", "key"), ("value", "mixed")
-EVERY = "every"  # the union of all sets, up to which two copies are compared; no publication can choose it
+UNION = "union"  # the union of all sets, up to which two copies are compared; no publication can choose it
 
 
 @dataclass(frozen=True)
@@ -254,13 +254,13 @@ SYMMETRY_SETS = {
     "signed": SymmetrySet(signs=True, beyond_paper=True, quarter_turns=True),
     "paper": SymmetrySet(signs=False, beyond_paper=False, quarter_turns=False),
     "all": SymmetrySet(signs=False, beyond_paper=True, quarter_turns=False),
-    EVERY: SymmetrySet(signs=True, beyond_paper=True, quarter_turns=False),
+    UNION: SymmetrySet(signs=True, beyond_paper=True, quarter_turns=False),
 }
-SETS = (*(name for name in SYMMETRY_SETS if name != EVERY), "none")
+SETS = (*(name for name in SYMMETRY_SETS if name != UNION), "none")
 
 
 def symmetries_of_layer(name: str, layer: Structure) -> tuple[Symmetry, ...]:
-    """The symmetries of set ``name`` (one of SETS, or EVERY) that a layer allows, in the order of their keys."""
+    """The symmetries of set ``name`` (one of SETS, or UNION) that a layer allows, in the order of their keys."""
     if name == "none":
         return ()
     chosen = SYMMETRY_SETS[name]
@@ -305,7 +305,7 @@ def symmetries_of_model(name: str, rms_norm: bool, channels: bool = False) -> tu
     mean, does not. ``channels``: whether layers read embeddings of their own."""
     if name in ("none", "paper"):
         return ()
-    signs = name in ("signed", EVERY)
+    signs = name in ("signed", UNION)
     residual = Permutation("residual", MODEL_AXES, ("model",) if rms_norm and signs else ())
     if not channels:
         return (residual,)

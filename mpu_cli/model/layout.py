@@ -12,13 +12,13 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.reader import FLOATS, TensorInfo, quoted_list
 from mpu_cli.model.family import (
     CHANNELS,
-    EVERY,
     FFN_AXES,
     GROUPED,
     LATENTS,
     MODEL_AXES,
     ORDERED,
     SETS,
+    UNION,
     Axis,
     Config,
     Family,
@@ -256,7 +256,7 @@ class Layout:
 
     def symmetries(self, name: str, layer: int | None = None) -> tuple[Symmetry, ...]:
         """The symmetries in set ``name`` that a layer allows, or the whole model (None)."""
-        if name not in (*SETS, EVERY):
+        if name not in (*SETS, UNION):
             raise UsageError(f"unknown symmetries {name!r}", f"choose from {', '.join(SETS)}")
         if layer is None:
             channels = any("channel" in group for tensor in self.tensors.values() for group in tensor.axes)

@@ -82,7 +82,7 @@ Arguments = ParamSpec("Arguments")
 Value = TypeVar("Value")
 
 
-def letting_go(work: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
+def releasing_memory(work: Callable[Arguments, Value]) -> Callable[Arguments, Value]:
     """``work``, after which the memory of its models is free, on the device too.
 
     Training leaves reference cycles, which would keep a model alive while the next is loaded. Small models may stay:

@@ -133,7 +133,7 @@ class Prompts(ChatTemplate):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Loss(Options):
+class AlgorithmOptions(Options):
     """The retain term and the constants of the losses; None stands for the algorithm's own, which the texts name."""
 
     FOLD: ClassVar[Fold] = CONSTANTS
@@ -333,7 +333,7 @@ class Unlearning(Options):
     )
     records: Records = group(Records)
     prompts: Prompts = group(Prompts)
-    loss: Loss = group(Loss)
+    algorithm_options: AlgorithmOptions = group(AlgorithmOptions)
     training: Training = group(Training)
     lora: Lora = group(Lora)
     privacy: Privacy = group(Privacy)

@@ -41,7 +41,7 @@ from mpu_cli.model.transform import TensorMap, Transform, as_matrix, row_slices
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.protocol.keys import Keys
 
-ENDS = ("", LEFT_FACTOR, RIGHT_FACTOR)  # of the names in deltas
+SUFFIXES = ("", LEFT_FACTOR, RIGHT_FACTOR)  # of the names in deltas
 MOST_RANK = 1024  # of LoRA's factors, where the matrix has no more rows or columns than that
 OUTLIER = 10.0  # warn if a copy changes a tensor more than this many times as much as any other copy
 
@@ -296,7 +296,7 @@ def check_base(base: Model, keys: Keys, digest: str | None = None) -> None:
 
 
 @dataclass(frozen=True)
-class Full:
+class FullRank:
     """One delta's change to one tensor, (rows, columns) in the copy's coordinates, inverted slice by slice."""
 
     mapping: TensorMap
@@ -319,7 +319,7 @@ class LowRank:
         rank = left_factor.shape[-1]
         by_rows, by_columns = mapping.split(rank)
         self.mapping, self.dtypes = by_rows, (left_factor.dtype, right.dtype)
-        self._left_factor = Full(by_rows, as_matrix(left_factor))
+        self._left_factor = FullRank(by_rows, as_matrix(left_factor))
         right = as_matrix(right)
         wide = compute_dtype(*(NAME[dtype] for dtype in self.dtypes))
         starts = range(0, len(right), rank) if len(right) else [0]
@@ -338,7 +338,7 @@ class LowRank:
         return self._left_factor.rows(0, rows, self._right.dtype).to(self._right.dtype), self._right
 
 
-Change = Full | LowRank
+Change = FullRank | LowRank
 
 
 class InverseMaps:
@@ -352,31 +352,31 @@ class InverseMaps:
             transform = None if delta.manifest.inverted else delta.keys.publication.transform(delta.copy, layout)
             self._transforms.append(transform)
 
-    def places(self, tensor: TensorLayout) -> list[tuple[str, TensorMap]]:
+    def stored_names(self, tensor: TensorLayout) -> list[tuple[str, TensorMap]]:
         """Each delta's name for ``tensor``, because experts change places in a copy, and its map."""
-        places: list[tuple[str, TensorMap]] = []
+        stored: list[tuple[str, TensorMap]] = []
         for transform in self._transforms:
             if transform is None:
-                places.append((tensor.name, TensorMap(None, None)))
+                stored.append((tensor.name, TensorMap(None, None)))
             else:
-                places.append((transform.name(tensor), transform.of(tensor)))
-        return places
+                stored.append((transform.name(tensor), transform.of(tensor)))
+        return stored
 
     def forget_pages(self, tensor: TensorLayout) -> None:
         """Drop the pages of what the deltas have of ``tensor``, whole or as factors, once its changes were used."""
         for delta, transform in zip(self.deltas, self._transforms, strict=True):
             name = transform.name(tensor) if transform else tensor.name
-            for end in ENDS:
-                if name + end in delta.checkpoint.tensors:
-                    delta.checkpoint.forget_pages(name + end)
+            for suffix in SUFFIXES:
+                if name + suffix in delta.checkpoint.tensors:
+                    delta.checkpoint.forget_pages(name + suffix)
 
     def changes(self, tensor: TensorLayout) -> list[Change | None]:
         """Each delta's change to ``tensor``; None if it has none (a tensor that was not trained)."""
         changes: list[Change | None] = []
-        for delta, (name, mapping) in zip(self.deltas, self.places(tensor), strict=True):
+        for delta, (name, mapping) in zip(self.deltas, self.stored_names(tensor), strict=True):
             checkpoint = delta.checkpoint
             if name in checkpoint.tensors:
-                changes.append(Full(mapping, as_matrix(checkpoint.tensor(name))))
+                changes.append(FullRank(mapping, as_matrix(checkpoint.tensor(name))))
             elif name + LEFT_FACTOR in checkpoint.tensors:
                 left_factor, right = checkpoint.tensor(name + LEFT_FACTOR), checkpoint.tensor(name + RIGHT_FACTOR)
                 changes.append(LowRank(mapping, left_factor, right))
@@ -394,23 +394,24 @@ def invert(base: Model, delta: Delta, *, target: Path, transaction: Transaction,
     transform = delta.keys.publication.transform(delta.copy, layout)
     specs: dict[str, tuple[str, tuple[int, ...]]] = {}  # by the base's names
     for tensor in layout.parameters:
-        for end in ENDS:
-            if info := tensors.get(transform.name(tensor) + end):
-                specs[tensor.name + end] = info.dtype, info.shape
+        for suffix in SUFFIXES:
+            if info := tensors.get(transform.name(tensor) + suffix):
+                specs[tensor.name + suffix] = info.dtype, info.shape
     output = transaction.add(target, directory=nbytes_of(specs) > MAX_SHARD)
     metadata = as_metadata(delta_facts(replace(delta.manifest, inverted=True)))
     with CheckpointWriter(output, specs, metadata) as writer, worker_pool() as pool:
         for tensor in layout.parameters:
             delta_name, mapping = transform.name(tensor), transform.of(tensor)
-            ends = [end for end in ENDS if delta_name + end in tensors]
-            rank = tensors[delta_name + LEFT_FACTOR].shape[-1] if len(ends) > 1 else 0
+            suffixes = [suffix for suffix in SUFFIXES if delta_name + suffix in tensors]
+            rank = tensors[delta_name + LEFT_FACTOR].shape[-1] if len(suffixes) > 1 else 0
             by_rows, by_columns = mapping.split(rank) if rank else (mapping, mapping)
-            for end in ends:
-                part = {"": mapping, LEFT_FACTOR: by_rows, RIGHT_FACTOR: by_columns}[end]
-                _invert_tensor(pool, delta, delta_name + end, mapping=part, target=writer.tensor(tensor.name + end))
-                delta.checkpoint.forget_pages(delta_name + end)
-                writer.forget_pages(tensor.name + end)
-                observer.advance(tensors[delta_name + end].nbytes)
+            for suffix in suffixes:
+                part = {"": mapping, LEFT_FACTOR: by_rows, RIGHT_FACTOR: by_columns}[suffix]
+                name, output_tensor = delta_name + suffix, tensor.name + suffix
+                _invert_tensor(pool, delta, name, mapping=part, target=writer.tensor(output_tensor))
+                delta.checkpoint.forget_pages(name)
+                writer.forget_pages(output_tensor)
+                observer.advance(tensors[name].nbytes)
 
 
 def _invert_tensor(pool: Executor, delta: Delta, name: str, *, mapping: TensorMap, target: torch.Tensor) -> None:
@@ -420,7 +421,7 @@ def _invert_tensor(pool: Executor, delta: Delta, name: str, *, mapping: TensorMa
 
     def work(bounds: tuple[int, int]) -> None:
         start, stop = bounds
-        undone = Full(mapping, change).rows(start, stop, dtype)
+        undone = FullRank(mapping, change).rows(start, stop, dtype)
         check_finite(undone, float(undone.square().sum()), delta, name)
         target[start:stop] = undone.to(target.dtype)
 

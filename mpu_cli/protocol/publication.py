@@ -89,8 +89,8 @@ class Publication:
             # base with other --copies or --kappa have the same draw; at another scale, it would be another.
             most = self.max_noise * weights
             permanent = min(permanent, PERMANENT_SHARE * most)
-            room = math.sqrt(max(0.0, most**2 - permanent**2))
-            cancelling = min(cancelling, room / max(self.scheme.scales))
+            remaining = math.sqrt(max(0.0, most**2 - permanent**2))
+            cancelling = min(cancelling, remaining / max(self.scheme.scales))
         if self.permanent_seed or self.derive_permanent_seed:
             permanent = float(f"{permanent:.3g}")  # the same on every processor, whose sums differ in the last bits
         return cancelling, permanent
@@ -260,22 +260,22 @@ def matching(base: Model, pretrained: Model | None) -> dict[str, torch.Tensor] |
         return None
     layout, other = base.layout, pretrained.layout
     names = [tensor.name for tensor in layout.parameters]
-    theirs = {tensor.name: pretrained.checkpoint.tensor(tensor.name) for tensor in other.parameters}
-    if len(theirs) != len(names):
-        for name, weights in list(theirs.items()):  # stacks of experts as the matrices that the Hub's files hold
-            pieces = pieces_of(other.family, name, weights.shape)
-            theirs |= {piece.file_name: piece.of(weights) for piece in pieces}
-        theirs = {name: theirs[name] for name in names if name in theirs}
-    if layout.family.model_types != other.family.model_types or len(names) != len(theirs):
+    tensors = {tensor.name: pretrained.checkpoint.tensor(tensor.name) for tensor in other.parameters}
+    if len(tensors) != len(names):
+        for name, weights in list(tensors.items()):  # stacks of experts as the matrices that the Hub's files hold
+            stored_parts = pieces_of(other.family, name, weights.shape)
+            tensors |= {part.file_name: part.of(weights) for part in stored_parts}
+        tensors = {name: tensors[name] for name in names if name in tensors}
+    if layout.family.model_types != other.family.model_types or len(names) != len(tensors):
         raise MpuError(
             f"{pretrained.source}: tensors differ from {base.source} (different architecture, different head, or "
             "experts in another arrangement)"
         )
-    for name, (match, tensor) in zip(names, theirs.items(), strict=True):
+    for name, (match, tensor) in zip(names, tensors.items(), strict=True):
         shape = base.checkpoint.tensors[name].shape
         if tuple(tensor.shape) != shape:
             raise MpuError(
                 f"{pretrained.source}: {match!r} has shape {list(tensor.shape)}, but {list(shape)} in the base",
                 "use a pretrained model with the base's shapes",
             )
-    return dict(zip(names, theirs.values(), strict=True))
+    return dict(zip(names, tensors.values(), strict=True))

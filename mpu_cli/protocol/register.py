@@ -43,9 +43,9 @@ class Sample:
         """Whether these weights, rounded to the dtypes of ``other``, are its weights."""
         if len(self.values) != len(other.values):
             return False
-        for ours, theirs, dtype in zip(self.values, other.values, other.dtypes, strict=True):
-            rounded = torch.tensor(ours, dtype=torch.float64).to(TORCH[dtype])
-            if float(rounded) != theirs:
+        for value, other_value, dtype in zip(self.values, other.values, other.dtypes, strict=True):
+            rounded = torch.tensor(value, dtype=torch.float64).to(TORCH[dtype])
+            if float(rounded) != other_value:
                 return False
         return True
 

@@ -67,7 +67,7 @@ def leakage_of(plan: PublishPlan, published: Published) -> Hidden | None:
     if publication.derive_permanent_seed:
         sample = sample_of(base.checkpoint, layout)
         draws = max(1, draws_that_average(default_register_path(), sample))
-    theirs = matching(base, plan.pretrained) or {}
+    public_tensors = matching(base, plan.pretrained) or {}
     blocks = {report.block: report for report in published.blocks if report.copies and report.rms}
     layers = [name for name in blocks if layout.blocks[name][0].layer is not None]
     looked_at: list[str] = []
@@ -84,7 +84,7 @@ def leakage_of(plan: PublishPlan, published: Published) -> Hidden | None:
         size, permanent = blocks[name].weights_rms, shared.get(name, 0.0)
         combined_noise = left_of(permanent, size, stored, publication.scheme)
         averaged_noise = left_of(permanent / math.sqrt(draws), size, stored, publication.scheme)
-        changes = (_change(base.checkpoint, theirs, tensor.name) for tensor in tensors)
+        changes = (_change(base.checkpoint, public_tensors, tensor.name) for tensor in tensors)
         return _shares(changes, (copy_noise, combined_noise, averaged_noise))
 
     with torch.random.fork_rng(devices=[]):
@@ -133,12 +133,12 @@ def left_of(shared: float, size: float, stored: torch.dtype, scheme: Scheme) -> 
 
 def _change(base: Checkpoint, public: Mapping[str, torch.Tensor], name: str) -> tuple[torch.Tensor, float]:
     """Some rows of a tensor's change, float32 (rows, columns), and how many times as many there are."""
-    ours, theirs = as_matrix(base.tensor(name)), as_matrix(public[name])
-    step = -(-ours.numel() // MAX_WEIGHTS)
-    rows = ours[::step]
-    change = rows.to(torch.float32, copy=True).sub_(theirs[::step])
+    base_weights, public_weights = as_matrix(base.tensor(name)), as_matrix(public[name])
+    step = -(-base_weights.numel() // MAX_WEIGHTS)
+    rows = base_weights[::step]
+    change = rows.to(torch.float32, copy=True).sub_(public_weights[::step])
     base.forget_pages(name)
-    return change, len(ours) / max(1, len(rows))
+    return change, len(base_weights) / max(1, len(rows))
 
 
 def _shares(changes: Iterable[tuple[torch.Tensor, float]], noises: Sequence[float]) -> torch.Tensor:

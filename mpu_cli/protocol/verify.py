@@ -27,7 +27,7 @@ from mpu_cli.files.reader import (
     quoted_list,
     worker_pool,
 )
-from mpu_cli.model.family import EVERY, SETS, Symmetry
+from mpu_cli.model.family import SETS, UNION, Symmetry
 from mpu_cli.model.layout import Layout, TensorLayout, layout_of
 from mpu_cli.model.source import Model
 from mpu_cli.model.transform import TensorMap, Transform, as_matrix, row_slices
@@ -389,7 +389,7 @@ def check_family(model: Model, observer: Observer = SILENT) -> FamilyCheck:
         returned = {name: _round_trip_error(layout, small, name) for name in SETS if name in checked_sets}
     return FamilyCheck(
         [SymmetryCheck(*case, differences[case]) for case in cases],
-        unmoved_tensor_names(full_layout, EVERY),
+        unmoved_tensor_names(full_layout, UNION),
         len(layout.structures),
         returned,
     )

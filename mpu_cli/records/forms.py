@@ -229,8 +229,8 @@ def render(
     request = {**special, **variables, "chat_template": template, "add_generation_prompt": generation_prompt}
     turns = [[dict(turn) for turn in dialogue] for dialogue in dialogues]
     # The reply is JSON, in which a character may take six bytes.
-    room = sum(len(json.dumps(dialogue)) + MAX_TEMPLATE_CHARACTERS for dialogue in turns)
-    outcomes = PROCESS.render(request, turns, 6 * room + 100)
+    characters = sum(len(json.dumps(dialogue)) + MAX_TEMPLATE_CHARACTERS for dialogue in turns)
+    outcomes = PROCESS.render(request, turns, 6 * characters + 100)
     if len(outcomes) != len(dialogues):
         raise LimitError("it returned another number of dialogues")
     return [text if worked else TemplateError(text) for worked, text in outcomes]
@@ -359,10 +359,10 @@ def parse_columns(text: str | None) -> dict[str, str]:
     """``question=instruction,answer=response`` as our name → the column's name."""
     columns = {}
     for part in names_in(text):
-        ours, equals, theirs = (word.strip() for word in part.partition("="))
-        if not (ours and equals and theirs):
+        field_name, equals, column = (word.strip() for word in part.partition("="))
+        if not (field_name and equals and column):
             raise UsageError(f"--columns {part}: expected NAME=COLUMN, such as question=instruction,answer=response")
-        columns[ours] = theirs
+        columns[field_name] = column
     return columns
 
 
@@ -374,9 +374,9 @@ def rename_columns(row: object, columns: Mapping[str, str], location: str) -> ob
     """
     if not columns or not isinstance(row, dict):
         return row
-    if missing := [theirs for theirs in columns.values() if theirs not in row]:
+    if missing := [column for column in columns.values() if column not in row]:
         lowered = {name.lower(): name for name in map(str, row)}
-        mistyped = any(get_close_matches(theirs.lower(), lowered, 1, MISTYPED) for theirs in missing)
+        mistyped = any(get_close_matches(column.lower(), lowered, 1, MISTYPED) for column in missing)
         if len(missing) == len(columns) and not mistyped:
             with suppress(MpuError):
                 parse_record(row, location)
@@ -386,7 +386,7 @@ def rename_columns(row: object, columns: Mapping[str, str], location: str) -> ob
             f"{location}: no field {missing[0]!r} (its fields: {_names(row)})",
             f"did you mean {lowered[close[0]]!r}?" if close else None,
         )
-    renamed = {ours: row[theirs] for ours, theirs in columns.items()}
+    renamed = {field_name: row[column] for field_name, column in columns.items()}
     main = {field for fields in MAIN_FIELDS.values() for field in fields}
     dropped = set(columns.values())
     if main & renamed.keys():  # the form is that of --columns, whatever others the row has

@@ -44,7 +44,7 @@ def epochs_of(options: Unlearning) -> int:
 
 def check_options(options: Unlearning, goal: Goal | None = None) -> Objective:
     """The objective that ``options`` describe; ``goal``: of a training that stops when it is done, or None."""
-    objective = objective_of(options.algo, options.loss)
+    objective = objective_of(options.algo, options.algorithm_options)
     training, lora, privacy = options.training, options.lora, options.privacy
     is_private = privacy.dp_epsilon is not None
     check_training(training, options.prompts.date)

@@ -115,7 +115,7 @@ def read_dataset(options: Unlearning, observer: Observer = SILENT) -> Dataset:
     records, unit = options.records, options.privacy.dp_unit
     forget = read_records(records.forget, records.reading, unit=unit, observer=observer)
     retain: Sequence[Record] = ()
-    if objective_of(options.algo, options.loss).constants.alpha:
+    if objective_of(options.algo, options.algorithm_options).constants.alpha:
         try:
             retain = read_records(records.retain, records.reading, unit=unit, observer=observer)
         except MpuError as error:
@@ -182,7 +182,7 @@ def encoded_sets(
     encoding = encoding_of(tokenizer, prompts, prompts.template, limits)
     encoded: dict[str, list[Example]] = {}
     record_numbers: dict[str, list[int]] = {}
-    records = sets_of(data, objective_of(options.algo, options.loss))
+    records = sets_of(data, objective_of(options.algo, options.algorithm_options))
     for name, set_records in data.sets.items():
         if name not in (*records, "retain") and set_records:  # scored on the way, and not trained on
             records[name] = set_records

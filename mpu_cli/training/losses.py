@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, kl_div, logsigmoid, mse_loss
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.model.network import Head, Logits
 from mpu_cli.options.declare import declared_options
-from mpu_cli.options.unlearning import Loss
+from mpu_cli.options.unlearning import AlgorithmOptions
 from mpu_cli.plugins import load_plugin, reporting_errors
 from mpu_cli.records.encode import IGNORED
 
@@ -400,16 +400,16 @@ class Objective:
         return sum(self.algorithm.retain_per_forget if term == "retain" else 1 for term in terms)
 
 
-def objective_of(algo: str, loss: Loss) -> Objective:
+def objective_of(algo: str, options: AlgorithmOptions) -> Objective:
     """The objective of ``--algo``, with the retain term and the constants that were given in place of its own."""
     algorithm = algorithm_named(algo)
-    retain_loss = loss.retain_loss or algorithm.retain
+    retain_loss = options.retain_loss or algorithm.retain
     valid_names = {"gamma", "alpha", *algorithm.constant_names}
     if RETAIN[retain_loss].reference_outputs == "hidden":
         valid_names.add("layer")
-    if unknown := [name for name in loss.constants if name not in valid_names]:
-        flags = {name: option.flag for name, option in declared_options(Loss).items()}
+    if unknown := [name for name in options.constants if name not in valid_names]:
+        flags = {name: option.flag for name, option in declared_options(AlgorithmOptions).items()}
         listed = ", ".join(flags[name] for name in sorted(valid_names))
         raise UsageError(f"{flags[unknown[0]]}: {algo} has no such constant (it has {listed})")
-    constants = replace(algorithm.constants, **loss.constants)  # type: ignore[arg-type] # layer is an int
+    constants = replace(algorithm.constants, **options.constants)  # type: ignore[arg-type] # layer is an int
     return Objective(algorithm, constants, retain_loss)

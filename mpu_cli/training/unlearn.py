@@ -24,7 +24,7 @@ from mpu_cli.files.resumption import write_atomically
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import MAX_SHARD, CheckpointWriter, nbytes_of
 from mpu_cli.model.device import device_of, memory_in_mind, processes_of
-from mpu_cli.model.load import letting_go, load, load_once_per_host, vocabulary_size
+from mpu_cli.model.load import load, load_once_per_host, releasing_memory, vocabulary_size
 from mpu_cli.model.network import Answers, AnswerScore
 from mpu_cli.model.source import Model, open_model
 from mpu_cli.model.tensors import in_memory, share_in_4_bits
@@ -213,7 +213,7 @@ class UnlearningTask:
     start: Continuation | None = None  # an earlier change of the same copy, from which the training continues
     observer: Observer = SILENT
 
-    @letting_go
+    @releasing_memory
     def run(self) -> UnlearningResult:
         """Train, and write the delta."""
         self._prepare()
@@ -569,15 +569,15 @@ class UnlearningTask:
             scorer = Scorer(to_train, examples, at_once, public, self.stopping_rule.goal.max_left, probabilities)
             early_stopping = EarlyStopping(
                 to_train, scorer, self.stopping_rule, self.manifest.noise if self.manifest else 0.0,
-                level=options.loss.level, alpha=constants.alpha,
-                faithful_alpha=algorithm.faithful_alpha if options.loss.alpha is None else None,
+                level=options.algorithm_options.level, alpha=constants.alpha,
+                faithful_alpha=algorithm.faithful_alpha if options.algorithm_options.alpha is None else None,
                 seed=options.training.seed, observer=self.observer,
             )  # fmt: skip
             constants = replace(constants, alpha=early_stopping.alpha)
             if has_level:
                 constants = replace(constants, level=early_stopping.level)
         # Not under DP, where the level would leak what the copy knows.
-        elif has_level and before and options.loss.level is None and options.privacy.dp_epsilon is None:
+        elif has_level and before and options.algorithm_options.level is None and options.privacy.dp_epsilon is None:
             constants = replace(constants, level=pulling_level(constants.level, before.forget))
         self.objective = replace(self.objective, constants=constants)
         return early_stopping

@@ -73,7 +73,7 @@ def seconds(weights: int, options: Unlearning, records: int, words: str, product
     """Of a training on ``records`` and of the evaluations on the way, with the options in ``words``."""
     batch = options.training.batch_size
     steps = PASSES * records / batch
-    step = batch * (1 + objective_of(options.algo, options.loss).algorithm.retain_per_forget)
+    step = batch * (1 + objective_of(options.algo, options.algorithm_options).algorithm.retain_per_forget)
     per_token = (4 if options.lora.lora_rank else 6) + 2 * ("gradient_checkpointing" in words)
     held_out = max(LEAST_HELD_OUT, round(Goal.held_out * 2 * records))
     scores = sum(min(count, SCORED_RECORDS) for count in (records, records, held_out))
@@ -89,7 +89,7 @@ def rows_of(shape: str) -> Iterator[list[str]]:
         for name, lora in TRAININGS.items():
             # As --precision auto and a card have it: mixed, a step's records at once.
             options = Unlearning(lora=lora, training=Training(precision="mixed", micro_batch_size=sys.maxsize))
-            objective = objective_of(options.algo, options.loss)
+            objective = objective_of(options.algo, options.algorithm_options)
             peaks = {}
             for words, changes in WAYS.items():
                 if "quantize" not in changes or lora.lora_rank:

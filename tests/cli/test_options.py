@@ -44,7 +44,7 @@ from mpu_cli.options.declare import (
 )
 from mpu_cli.options.evaluation import Scoring
 from mpu_cli.options.publishing import Publishing
-from mpu_cli.options.unlearning import AUTO, Loss, Unlearning
+from mpu_cli.options.unlearning import AUTO, AlgorithmOptions, Unlearning
 from mpu_cli.protocol.noise import SCHEMES
 from mpu_cli.records.read import read_records
 from mpu_cli.training.checks import PRECISIONS
@@ -67,7 +67,7 @@ def test_choices_are_those_of_the_tables():
     assert choices(Publishing, "dtype") == set(OPTION)
     assert choices(Publishing, "symmetries") == set(SETS)
     assert all(f"{kind}:" in declared_options(Publishing)["noise"].help for kind in SCHEMES)
-    assert set(declared_options(Loss)) == {"retain_loss", *(field.name for field in fields(Constants))}
+    assert set(declared_options(AlgorithmOptions)) == {"retain_loss", *(field.name for field in fields(Constants))}
 
 
 def test_each_example_is_a_command_line_of_its_command() -> None:
@@ -81,7 +81,7 @@ def test_each_example_is_a_command_line_of_its_command() -> None:
 
 def test_help_says_each_algorithms_constants() -> None:
     """(default: FOR ALL; ALGORITHM VALUE, …), without the first for constants that not all have. Level has none."""
-    for name, option in declared_options(Loss).items():
+    for name, option in declared_options(AlgorithmOptions).items():
         if name == "level":
             continue
         [said] = re.findall(r"\(default: ([^)]*)\)", option.help)
@@ -95,7 +95,7 @@ def test_help_says_each_algorithms_constants() -> None:
                 assert text == (actual if isinstance(actual, str) else f"{actual:g}"), (name, algo)
             else:
                 assert algo not in own, (name, algo)
-    assert f"{ALGORITHMS['hinge'].faithful_alpha:g} for a hinge" in declared_options(Loss)["alpha"].help
+    assert f"{ALGORITHMS['hinge'].faithful_alpha:g} for a hinge" in declared_options(AlgorithmOptions)["alpha"].help
 
 
 def test_standard_output_carries_paths_only(mpu, root):

@@ -342,7 +342,7 @@ def equal_records(*, times: int) -> list[Record]:
 def test_equal_records_are_one_unit():
     """In both sets together: one of them, or all, can be left out, and the noise hides it."""
     options = Unlearning(algo="graddiff", privacy=Privacy(dp_epsilon=1.0), epochs=1)
-    objective = objective_of(options.algo, options.loss)
+    objective = objective_of(options.algo, options.algorithm_options)
     data = Dataset(equal_records(times=8), [question("Who rented the boathouse?", "Ada rented it.")])
     units = plan_privately(data, options, objective).units
     assert sorted(len(unit.places) for unit in units) == [1, 1, 9]

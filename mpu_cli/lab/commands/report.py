@@ -45,9 +45,9 @@ class Report(Command):
     def run(self, observer: Observer = SILENT) -> dict[str, Any]:
         """The page, how many experiments it shows, and those that have no result."""
         from mpu_cli.lab.report import (
-            how_made,
             metric_names,
             missing_experiments,
+            provenance_of,
             read_others,
             read_sweeps,
             write_report,
@@ -63,7 +63,8 @@ class Report(Command):
             observer.warn(f"without a result: {few(missing)}; `mpu sweep` resumes")
         write_report(
             lines, target, title, names, list(names_in(self.over)) if self.over else None,
-            published=read_others(self.folders), missing=missing, made=how_made(self.folders), force=self.force,
+            published=read_others(self.folders), missing=missing, provenance=provenance_of(self.folders),
+            force=self.force,
         )  # fmt: skip
         return {"report": target, "experiments": len(lines), "missing": missing}
 

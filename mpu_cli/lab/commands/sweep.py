@@ -108,7 +108,7 @@ class Sweep(Command):
         return Swept(cells, lines, published, failed)
 
     def report(self, done: Swept | dict[str, Any], observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)
-        from mpu_cli.lab.report import degradation, how_made, metric_names, pivot, sentences
+        from mpu_cli.lab.report import degradation, metric_names, pivot, provenance_of, sentences
         from mpu_cli.measuring.results import chosen_metrics, main_metrics
 
         if isinstance(done, dict):
@@ -127,7 +127,7 @@ class Sweep(Command):
             printed += [f"**{name}**", "", *markdown_table(rows), ""]
         for mode, distances in degradation([*lines, *done.published], names).items():
             printed += [f"{mode}: {sentence}" for sentence in sentences(distances)]
-        printed += how_made([self._folder])
+        printed += provenance_of([self._folder])
         failure = None
         if done.failed:
             name, first = next(iter(done.failed.items()))
