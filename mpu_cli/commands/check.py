@@ -14,8 +14,8 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.command import FORCE, IDENTITY, Command, Report, Table
-from mpu_cli.options.declare import Fold, as_arguments, declared_options, flat, from_flat, group, option
+from mpu_cli.options.command import ALLOW, FORCE, IDENTITY, Command, Report, Table
+from mpu_cli.options.declare import as_arguments, declared_options, flat, from_flat, group, option
 from mpu_cli.options.evaluation import Checking, Scoring
 from mpu_cli.subprocesses import process_count
 from mpu_cli.version import __version__
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from mpu_cli.model.source import Model
     from mpu_cli.records.forms import Record
 
-ALLOW = Fold("allow", "Do what is refused otherwise.")
 SETS = {  # as the table calls them
     "forget": "to forget", "held_out": "to keep, held out", "retain": "to keep, trained on", "unseen": "never seen",
 }  # fmt: skip

@@ -13,7 +13,7 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import keys_path, next_round, read_copy_manifest, read_model_manifest, round_folder
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.command import FORCE, Command, Opening, Preview, Report
+from mpu_cli.options.command import ALLOW, FORCE, Command, Opening, Preview, Report
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.publishing import Disguise, Publishing
 from mpu_cli.text import read_text
@@ -67,7 +67,7 @@ class Publish(Command):
         None, "Seal the keys for this age public key (repeatable).", metavar="age1…", in_files=False
     )
     passphrase: bool = option(False, "Seal the keys with a passphrase.")
-    opening: Opening = group(Opening)
+    opening: Opening = group(Opening, fold=ALLOW, apart=("identity", "passphrase_file"))
     run_name: str | None = option(
         None,
         "Name of the run, one for each request (default: the one that made BASE, or random); its round after a colon, "

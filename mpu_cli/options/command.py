@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar, cast
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.observer import SILENT, Observer, PythonObserver
-from mpu_cli.options.declare import Options, declared_options, from_flat, option
+from mpu_cli.options.declare import Fold, Options, declared_options, from_flat, option
 
 Self = TypeVar("Self", bound="Command")
 
@@ -122,6 +122,7 @@ def _text(value: object) -> object:
     return str(value) if isinstance(value, Path) else value
 
 
+ALLOW = Fold("allow", "Do what is refused otherwise.")
 IDENTITY = "age identity file (default: mpu/identity.txt in your configuration directory)."
 PASSPHRASE_FILE = "Read the passphrase from the first line of FILE."
 FORCE = "Overwrite existing outputs."

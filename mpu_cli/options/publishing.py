@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from mpu_cli.errors import UsageError
+from mpu_cli.options.command import ALLOW
 from mpu_cli.options.declare import Fold, Options, group, option
 from mpu_cli.options.names import SYMMETRIES
 
@@ -211,6 +212,7 @@ class Publishing(Options):
         "Publish although an earlier publication of the base had permanent noise of another scale, with which this one "
         "can be averaged, or spent ε that this one adds to.",
         in_files=False,
+        fold=ALLOW,
     )
 
     def with_scale(self, *, with_pretrained: bool) -> Publishing:

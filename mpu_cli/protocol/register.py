@@ -29,7 +29,7 @@ from mpu_cli.wording import counted
 SAMPLES = 1024  # weights that show whether two models are the same one in different precisions
 SAME_SCALE = 0.02  # relative difference of σ below which a publication gets the scale of an earlier one
 SIMILAR_SIGMA = 0.5  # of permanent noise's σ, by which models of one request differ at most
-OVERRIDE = "--publish-again, if nobody got the copies of that one"
+OVERRIDE = "--allow publish-again, if nobody got the copies of that one"
 
 
 @dataclass(frozen=True)

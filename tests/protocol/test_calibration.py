@@ -102,7 +102,9 @@ class TestPublished:
         printed = mpu(*common, tmp_path / "k.bin").err
         assert "every copy" in printed
         assert "Computational" in printed
-        printed = mpu(*common, tmp_path / "k.bin", "--force", "--publish-again", "--dp", "adversary=one-copy").err
+        printed = mpu(
+            *common, tmp_path / "k.bin", "--force", "--allow", "publish-again", "--dp", "adversary=one-copy"
+        ).err
         assert "one copy of a round" in printed
 
     @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ class TestKeys:
             write_delta(tmp_path / f"round_2/copy_{copy}", tmp_path / f"deltas/round_2/copy_{copy}.safetensors", copy)
         assert "mpu aggregate deltas/round_2 --keys keys_2.bin" in mpu("status", cwd=tmp_path).out
         shared = mpu(
-            "publish", unlearned, "--publish-again", "--out", "x", "--keys", "x/k.bin", "--quiet", cwd=tmp_path
+            "publish", unlearned, "--allow", "publish-again", "--out", "x", "--keys", "x/k.bin", "--quiet", cwd=tmp_path
         )
         assert "warning: safe to send: the copies alone; the folder that they are in also holds the keys" in shared.err
 

@@ -82,7 +82,7 @@ class TestPublish:
         mpu("publish", base, *words, "--out", tmp_path / "1", "--keys", tmp_path / "1" / "keys.bin")
         first = keys_of(tmp_path / "1")
         _, *printed = shlex.split(command_to_publish(base, first))
-        mpu(*printed, "--publish-again", "--out", tmp_path / "2", "--keys", tmp_path / "2" / "keys.bin")
+        mpu(*printed, "--allow", "publish-again", "--out", tmp_path / "2", "--keys", tmp_path / "2" / "keys.bin")
         second = keys_of(tmp_path / "2")
         assert second.publication.seed != first.publication.seed
         secrets = {"seed": b"", "run": "1"}
@@ -117,7 +117,7 @@ class TestPublish:
         default_secret_path().write_bytes(secret)
         publish("3")
         default_secret_path().write_bytes(new_secret)
-        publish("4", "--publish-again")
+        publish("4", "--allow", "publish-again")
         publish("5")
         for first, again in (("1", "3"), ("4", "5")):  # one draw under each secret, whatever the coordinates
             seeds = []
@@ -349,7 +349,7 @@ def test_publish_says_what_a_copy_knows(mpu: Callable, tmp_path: Path, demo: Dem
     assert losses["copy_1"] > losses["the base"]
     assert "probability of an answer's tokens" in outcome.err
     assert "too little to unlearn on" in outcome.err
-    mild = ("--copies", 1, "--permanent-noise", 0.2, "--publish-again", "--copy-recipients",
+    mild = ("--copies", 1, "--permanent-noise", 0.2, "--allow", "publish-again", "--copy-recipients",
             make_identity(tmp_path / "id"))  # fmt: skip
     sealed = mpu("publish", demo.model, "--probe", demo.forget, *mild, "--out", tmp_path / "mild", "--keys",
                  tmp_path / "mild.bin", "--json")  # fmt: skip
@@ -486,11 +486,11 @@ class TestPermanentNoise:
         draw = self.noise(mpu, base, tmp_path / "a", "--permanent-noise", 1)
         assert torch.equal(self.noise(mpu, base, tmp_path / "b", "--permanent-noise", 1), draw)
         # of two multiples of one draw, anyone could compute it
-        other_draws = [self.noise(mpu, base, tmp_path / "c", "--permanent-noise", 2, "--publish-again")]
+        other_draws = [self.noise(mpu, base, tmp_path / "c", "--permanent-noise", 2, "--allow", "publish-again")]
         other = save(random_model("llama", seed=1), tmp_path / "other")
         other_draws.append(self.noise(mpu, other, tmp_path / "d", "--permanent-noise", 1))
         default_secret_path().unlink()
-        other_draws.append(self.noise(mpu, base, tmp_path / "e", "--permanent-noise", 1, "--publish-again"))
+        other_draws.append(self.noise(mpu, base, tmp_path / "e", "--permanent-noise", 1, "--allow", "publish-again"))
         for noise in other_draws:
             assert abs(float(torch.corrcoef(torch.stack([draw, noise]))[0, 1])) < 5 / math.sqrt(len(draw))
 
@@ -531,10 +531,10 @@ class TestPermanentNoise:
         for model in (base, other):
             refused = mpu("publish", model, "--permanent-noise", 2, *options, check=False)
             assert (refused.status, "another scale" in refused.err) == (1, True)
-            assert "--publish-again" in refused.err
+            assert "--allow publish-again" in refused.err
             assert not (tmp_path / "b").exists()
         assert stat.S_IMODE(default_register_path().stat().st_mode) == 0o600
-        mpu("publish", base, "--permanent-noise", 2, *options, "--publish-again")
+        mpu("publish", base, "--permanent-noise", 2, *options, "--allow", "publish-again")
         back = ("--permanent-noise", 1, "--copies", 1, "--keys", tmp_path / "c.bin", "--out", tmp_path / "c")
         assert "another scale" in mpu("publish", base, *back, check=False).err  # those of scale 2 may be out
         mpu("publish", base, "--permanent-noise", 2.01, *options, "--force")
@@ -564,7 +564,7 @@ class TestPermanentNoise:
         assert "with 2 earlier publications of this base or run" in publish("c", "--dp", "budget_rounds=2")
         assert "would not hold" in publish("c", "--dp", "epsilon=8,budget_rounds=9")  # nor that of the others
         assert "would not hold" in publish("d")
-        assert not publish("e", "--publish-again")
+        assert not publish("e", "--allow", "publish-again")
 
     def test_it_is_the_same_on_another_processor(self) -> None:
         """Whose sums differ in their last bits: the scale, which is part of what it is drawn from, is rounded."""
@@ -575,10 +575,10 @@ class TestPermanentNoise:
         """--only: the keys say what it is drawn from, also after the server's own secret is gone."""
         several = ("--copies", 2, "--kappa", 0.1, "--permanent-noise", 1, "--symmetries", "none", "--dtype", "float64")
         for number in (1, 2):
-            keys = ("--keys", tmp_path / "keys.bin", "--trust-keys")
-            mpu("publish", base, *several, "--only", number, "--out", tmp_path, *keys)
+            keys = ("--keys", tmp_path / "keys.bin")
+            mpu("publish", base, *several, "--only", number, "--out", tmp_path, *keys, "--allow", "trust-keys")
             default_secret_path().unlink(missing_ok=True)
-            mpu("verify", tmp_path / f"copy_{number}", *keys)
+            mpu("verify", tmp_path / f"copy_{number}", *keys, "--trust-keys")
         name = "model.embed_tokens.weight"
         copies = [tensors(tmp_path / f"copy_{number}")[name] for number in (1, 2)]
         residual = sum(copies) / 2 - tensors(base)[name]  # what cancels is gone, what stays is one draw at its scale
