@@ -441,7 +441,7 @@ def worker_pool(workers: int | None = None) -> Iterator[ThreadPoolExecutor]:
 PIECE = 4 << 20  # bytes; part of the definition
 
 
-def pieces(info: TensorInfo) -> range:
+def piece_offsets(info: TensorInfo) -> range:
     """The byte offsets at which a tensor's pieces begin."""
     return range(0, info.nbytes, PIECE)
 
@@ -462,7 +462,7 @@ def combine(tensors: Mapping[str, TensorInfo], digests: Mapping[str, list[bytes]
 def piece_digests(checkpoint: Checkpoint, name: str, pool: Executor) -> Iterator[bytes]:
     """The piece digests of one tensor; the threads of ``pool`` start on them immediately."""
     raw = checkpoint.raw(name)
-    return pool.map(lambda offset: piece_digest(raw, offset), pieces(checkpoint.tensors[name]))
+    return pool.map(lambda offset: piece_digest(raw, offset), piece_offsets(checkpoint.tensors[name]))
 
 
 def fingerprint(checkpoint: Checkpoint) -> str:

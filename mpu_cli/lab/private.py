@@ -54,7 +54,7 @@ def check_objective(algo: str, objective: Objective) -> None:
 class Unit:
     """A unit of protection: examples, and the probability that a step reads them."""
 
-    places: tuple[ExampleIndex, ...]
+    indices: tuple[ExampleIndex, ...]
     rate: float
 
 
@@ -73,8 +73,8 @@ class Plan:
                 renumbered[name, record] = name, i
         units = []
         for unit in self.units:
-            places = tuple(renumbered[place] for place in unit.places if place in renumbered)
-            units.append(replace(unit, places=places))
+            indices = tuple(renumbered[index] for index in unit.indices if index in renumbered)
+            units.append(replace(unit, indices=indices))
         return replace(self, units=units)
 
 
@@ -94,13 +94,13 @@ def plan(
             members.setdefault((name, number) if unit is None else unit, []).append((name, number))
     forget_units: list[tuple[ExampleIndex, ...]] = []
     other_units: list[tuple[ExampleIndex, ...]] = []
-    for places in members.values():
-        group = forget_units if any(name == "forget" for name, _ in places) else other_units
-        group.append(tuple(places))
+    for indices in members.values():
+        group = forget_units if any(name == "forget" for name, _ in indices) else other_units
+        group.append(tuple(indices))
     units = []
     for group in (forget_units, other_units):
         group_rate = min(1.0, training.batch_size / max(1, len(group)))
-        units += [Unit(places, group_rate) for places in group]
+        units += [Unit(indices, group_rate) for indices in group]
     # The accountant composes one rate: the highest bounds what any unit spends.
     rate = max(unit.rate for unit in units)
     steps = epochs * -(-len(forget_units) // training.batch_size)
@@ -118,7 +118,7 @@ def most_signal(planned: Plan, trained_weights: int) -> float:
     Over T steps that read each of n units at rate q, their clipped gradients add up to q·n·T·C at most; the noise of
     scale σ·C in each of d weights has the norm σ·C·√(T·d).
     """
-    units = sum(any(name == "forget" for name, _ in unit.places) for unit in planned.units)
+    units = sum(any(name == "forget" for name, _ in unit.indices) for unit in planned.units)
     mechanism = planned.mechanism
     noise = mechanism.noise_multiplier * math.sqrt(trained_weights)
     return mechanism.sample_rate * units * math.sqrt(mechanism.steps) / noise if noise else math.inf
@@ -168,14 +168,14 @@ def train_privately(
     for _ in range(planned.mechanism.steps):
         # Each unit with its own probability, independently; those without examples add nothing.
         draws = sampler.uniform(len(planned.units)).tolist()
-        sampled = [unit for unit, draw in zip(planned.units, draws, strict=True) if draw < unit.rate and unit.places]
+        sampled = [unit for unit, draw in zip(planned.units, draws, strict=True) if draw < unit.rate and unit.indices]
         parts = _parts(sampled, size) or [[]]
         sums: dict[str, list[float]] = {}
         for i, part in enumerate(parts):
             optimizer.signal_skip_step(do_skip=i + 1 < len(parts))
-            places = [place for unit in part for place in unit.places]
-            _loss(wrapped, head, places, sets=sets, objective=objective, sums=sums).backward()
-            _check_rows(trained, len(places) or 1)
+            indices = [index for unit in part for index in unit.indices]
+            _loss(wrapped, head, indices, sets=sets, objective=objective, sums=sums).backward()
+            _check_rows(trained, len(indices) or 1)
             _add_within_units(trained, part)
             _drop_non_finite(trained)
             optimizer.step()
@@ -241,11 +241,11 @@ def _parts(units: Sequence[Unit], size: int) -> list[list[Unit]]:
     parts: list[list[Unit]] = []
     part_size = size
     for unit in units:
-        if part_size + len(unit.places) > size and (not parts or parts[-1]):
+        if part_size + len(unit.indices) > size and (not parts or parts[-1]):
             parts.append([])
             part_size = 0
         parts[-1].append(unit)
-        part_size += len(unit.places)
+        part_size += len(unit.indices)
     return parts
 
 
@@ -263,9 +263,9 @@ def _check_rows(trained: Sequence[torch.nn.Parameter], examples: int) -> None:
 
 def _add_within_units(trained: Sequence[torch.nn.Parameter], units: Sequence[Unit]) -> None:
     """Gradients of single examples become those of units: (examples, …) to (units, …)."""
-    if all(len(unit.places) == 1 for unit in units):
+    if all(len(unit.indices) == 1 for unit in units):
         return
-    sizes = torch.tensor([len(unit.places) for unit in units])
+    sizes = torch.tensor([len(unit.indices) for unit in units])
     for parameter in trained:
         rows: Any = parameter.grad_sample  # type: ignore[attr-defined]
         numbers = torch.repeat_interleave(torch.arange(len(units)), sizes).to(rows.device)
@@ -285,7 +285,7 @@ def _drop_non_finite(trained: Sequence[torch.nn.Parameter]) -> None:
 def _loss(
     model: torch.nn.Module,
     head: Head | None,
-    places: Sequence[ExampleIndex],
+    indices: Sequence[ExampleIndex],
     *,
     sets: Mapping[str, ExampleSet],
     objective: Objective,
@@ -293,9 +293,9 @@ def _loss(
 ) -> torch.Tensor:
     """The sum of the individual records' losses, from one pass of the model over all of them. With the ``head`` apart,
     logits are of one record's answer at a time."""
-    examples: list[Example] = [sets[name].examples[number] for name, number in places]
+    examples: list[Example] = [sets[name].examples[number] for name, number in indices]
     batch = pad(examples or sets["forget"].examples[:1])
-    if not places:  # a step may sample no records, but must still add its noise
+    if not indices:  # a step may sample no records, but must still add its noise
         batch["labels"].fill_(IGNORED)
     device = next(model.parameters()).device
     batch = {name: value.to(device) for name, value in batch.items()}
@@ -309,7 +309,7 @@ def _loss(
     # Zero, but a function of the weights: a step that samples no records needs gradients to add its noise to.
     loss = read.sum() * 0.0
     constants = objective.constants
-    for i, (name, number) in enumerate(places):
+    for i, (name, number) in enumerate(indices):
         example_set = sets[name]
         outputs = {key: value.to(device) for key, value in example_set.collect([number], like=[number]).items()}
         reference = example_set.reference(outputs)

@@ -127,9 +127,9 @@ def training_cost(
     if limit:
         options = replace(options, epochs=-(-limit * options.training.batch_size // max(1, len(data.forget))))
     options = with_epochs(options, len(data.forget))
-    bare, epochs = skeleton(copy), epochs_of(options)
-    specs = stored_specs(change_of(options, bare, copy.checkpoint, torch.float32), bare, options)
-    sets, _ = encoded_sets(bare, tokenizer_of(copy), data, options)
+    empty_model, epochs = skeleton(copy), epochs_of(options)
+    specs = stored_specs(change_of(options, empty_model, copy.checkpoint, torch.float32), empty_model, options)
+    sets, _ = encoded_sets(empty_model, tokenizer_of(copy), data, options)
     training = options.training
     steps = schedule(
         len(sets["forget"]), len(sets.get("retain", ())), epochs=epochs, batch_size=training.batch_size,
@@ -143,7 +143,7 @@ def training_cost(
         kept=training.batch_size * objective.algorithm.retain_per_forget if "retain" in sets else 0,
         rate=float(with_rate(options, trained, len(steps)).lr),
         usual_rate=usual_rate(options, trained, len(steps)),
-        memory=peak_memory(copy, options, objective, work, bare),
+        memory=peak_memory(copy, options, objective, work, empty_model),
         work=work,
     )
 
@@ -218,31 +218,31 @@ def largest_work(sets: Mapping[str, Sequence[Example]], options: Unlearning, obj
 
 
 def peak_memory(
-    copy: Model, options: Unlearning, objective: Objective, work: Work, bare: PreTrainedModel | None = None
+    copy: Model, options: Unlearning, objective: Objective, work: Work, empty_model: PreTrainedModel | None = None
 ) -> Memory:
-    """The peak of unlearning on ``copy``; ``bare`` is its skeleton, where there is one already.
+    """The peak of unlearning on ``copy``; ``empty_model`` is its skeleton, where there is one already.
 
     Raises MpuError if transformers does not know the model.
     """
     options = replace(options, training=with_precision(options.training, copy))
     dtype = PRECISIONS[options.training.precision]
-    bare = bare or skeleton(copy)
-    trained_names = set(change_of(options, bare, copy.checkpoint, dtype).trainable_names(bare))
-    weights = float(sum(p.numel() for p in bare.parameters()) * dtype.itemsize)
-    if options.lora.quantize and (matrices := [layer.weight.numel() for layer in linear_layers(bare).values()]):
+    empty_model = empty_model or skeleton(copy)
+    trained_names = set(change_of(options, empty_model, copy.checkpoint, dtype).trainable_names(empty_model))
+    weights = float(sum(p.numel() for p in empty_model.parameters()) * dtype.itemsize)
+    if options.lora.quantize and (matrices := [layer.weight.numel() for layer in linear_layers(empty_model).values()]):
         weights -= sum(matrices) * (dtype.itemsize - BYTES)
         weights += max(matrices) * dtype.itemsize  # one at a time, as what it stands for
     width, device = dtype.itemsize, device_of(options.training.device)
-    sizes = [p.numel() for name, p in bare.named_parameters() if name in trained_names]
+    sizes = [p.numel() for name, p in empty_model.named_parameters() if name in trained_names]
     trained = sum(sizes)
     scattered = sum(size for size in sizes if size * width < RETURNED)
     if options.lora.lora_rank is not None:
-        shapes = [weight.shape for weight in lora.adapted_parameters(bare, options.lora, trained_names).values()]
+        shapes = [weight.shape for weight in lora.adapted_parameters(empty_model, options.lora, trained_names).values()]
         trained = scattered = sum(math.prod(shape[:-2]) * options.lora.rank * sum(shape[-2:]) for shape in shapes)
         width = FACTORS
         weights += trained * width
-    activation_bytes = held_for_backward(bare, dtype, options, work, trained_names)
-    vocabulary = bare.get_output_embeddings().weight
+    activation_bytes = held_for_backward(empty_model, dtype, options, work, trained_names)
+    vocabulary = empty_model.get_output_embeddings().weight
     at_once = min(work.answers * vocabulary.shape[0], CHUNK)
     logits = at_once * (4 if dtype == torch.float32 else 4 + dtype.itemsize)
     if "logits" in (objective.algorithm.reference_outputs, objective.retain_outputs):  # a frozen head, and its logits
@@ -261,13 +261,13 @@ def peak_memory(
 
 
 def held_for_backward(
-    bare: PreTrainedModel, dtype: torch.dtype, options: Unlearning, work: Work, trained: set[str]
+    empty_model: PreTrainedModel, dtype: torch.dtype, options: Unlearning, work: Work, trained: set[str]
 ) -> int:
     """Bytes that the backward pass keeps of one pass, beside the model's own tensors."""
-    config, checkpointing = bare.config.get_text_config(), options.training.gradient_checkpointing
+    config, checkpointing = empty_model.config.get_text_config(), options.training.gradient_checkpointing
     layers = max(1, config.num_hidden_layers)
     try:
-        model = _without_data(bare, dtype, options, trained)
+        model = _without_data(empty_model, dtype, options, trained)
         saved_bytes = _saved_tensor_bytes(model, work)
         if not checkpointing:
             return saved_bytes
@@ -279,10 +279,12 @@ def held_for_backward(
         return saved_bytes // layers + saved_bytes // KEPT_BY_LAYER if checkpointing else saved_bytes
 
 
-def _without_data(bare: PreTrainedModel, dtype: torch.dtype, options: Unlearning, trained: set[str]) -> PreTrainedModel:
+def _without_data(
+    empty_model: PreTrainedModel, dtype: torch.dtype, options: Unlearning, trained: set[str]
+) -> PreTrainedModel:
     """A model as it is trained, on fake tensors."""
     with FakeTensorMode():
-        model = build(bare.config, dtype=dtype)
+        model = build(empty_model.config, dtype=dtype)
         for name, parameter in model.named_parameters():
             parameter.requires_grad_(name in trained)
         if options.lora.quantize and options.training.precision == "mixed":  # products of what 4 bits stand for

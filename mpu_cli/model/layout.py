@@ -224,7 +224,7 @@ class Layout:
     sizes: Mapping[str, int]
     tensors: Mapping[str, TensorLayout]
     alias: str | None  # the tensor of a tied head, which only repeats the embedding, if the files contain it
-    bare: bool  # whether the names lack the family's prefix
+    unprefixed: bool  # whether the names lack the family's prefix
     structures: tuple[Structure, ...] = ()  # of each layer: what decides its symmetries
     config: Config = field(default_factory=dict)  # the model's, with defaults filled in
     layer_sizes: tuple[Mapping[str, int], ...] = ()  # the sizes in each layer, if they differ
@@ -252,7 +252,7 @@ class Layout:
         for in_file, in_memory in self.family.renamed:
             if name.startswith(in_file):
                 return in_memory + name.removeprefix(in_file)
-        return self.family.prefix + name if self.bare and not name.startswith("lm_head.") else name
+        return self.family.prefix + name if self.unprefixed and not name.startswith("lm_head.") else name
 
     def symmetries(self, name: str, layer: int | None = None) -> tuple[Symmetry, ...]:
         """The symmetries in set ``name`` that a layer allows, or the whole model (None)."""
@@ -342,10 +342,10 @@ def expected_tensors(config: Mapping[str, object]) -> dict[str, TensorInfo]:
 def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[str, object], where: str) -> Layout:
     filled = with_defaults(family, config)
     sizes = sizes_of_model(family, filled, where)
-    bare = not any(name.startswith(family.prefix) for name in tensors)
+    unprefixed = not any(name.startswith(family.prefix) for name in tensors)
 
     def here(name: str) -> str:
-        return name.removeprefix(family.prefix) if bare else name
+        return name.removeprefix(family.prefix) if unprefixed else name
 
     layers = sizes["layers"]
     if layers > len(tensors):
@@ -387,7 +387,7 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
         expected[name] = TensorLayout(name, ((),) * len(tensors[name].shape), None, name, constant=True)
     structures = tuple(structure_of(family, filled, of_layers[i], i, where) for i in range(layers))
     return Layout(
-        family, sizes, expected, alias=alias, bare=bare, structures=structures, config=filled,
+        family, sizes, expected, alias=alias, unprefixed=unprefixed, structures=structures, config=filled,
         layer_sizes=of_layers if family.layer_sizes else (),
     )  # fmt: skip
 

@@ -183,12 +183,15 @@ def load(
     with staged_model(source) as folder:
         PROCESS.start()
         with blaming(f"{source.source}: transformers cannot load it"):
-            bare = _skeleton(folder, source.checkpoint)
-            check_size(bare, source)
+            empty_model = _skeleton(folder, source.checkpoint)
+            check_size(empty_model, source)
             quantization: dict[str, Any] = {}
             if quantize:
-                quantization = {"quantization_config": in_4_bits(bare, dtype), "device_map": {"": str(torch_device)}}
-            tied = bool(bare.all_tied_weights_keys)
+                quantization = {
+                    "quantization_config": in_4_bits(empty_model, dtype),
+                    "device_map": {"": str(torch_device)},
+                }
+            tied = bool(empty_model.all_tied_weights_keys)
             model, tokenizer, info = _load(folder, dtype, attention, quantization, tied=tied)
         if unmatched := {*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])}:
             raise MpuError(f"{source.source}: the weights do not match config.json ({quoted_list(unmatched)})")

@@ -32,15 +32,15 @@ def check_bitsandbytes() -> None:
         raise MpuError("--lora quantize needs bitsandbytes", "install it with pip install bitsandbytes")
 
 
-def in_4_bits(bare: PreTrainedModel, dtype: torch.dtype) -> BitsAndBytesConfig:
-    """The settings with which transformers loads, in 4 bits, the model that ``bare`` is a skeleton of; products are
-    computed in ``dtype``."""
+def in_4_bits(empty_model: PreTrainedModel, dtype: torch.dtype) -> BitsAndBytesConfig:
+    """The settings with which transformers loads the model of this skeleton in 4 bits; products are computed in
+    ``dtype``."""
     check_bitsandbytes()
-    linear = linear_layers(bare)
+    linear = linear_layers(empty_model)
     if not linear:
         raise UsageError("--lora quantize=nf4: this model has no linear layers that can be held in 4 bits")
     skipped_modules = [
-        name for name, module in bare.named_modules() if hasattr(module, "weight") and name not in linear
+        name for name, module in empty_model.named_modules() if hasattr(module, "weight") and name not in linear
     ]
     return BitsAndBytesConfig(
         load_in_4bit=True,
@@ -50,10 +50,10 @@ def in_4_bits(bare: PreTrainedModel, dtype: torch.dtype) -> BitsAndBytesConfig:
     )
 
 
-def linear_layers(bare: PreTrainedModel) -> dict[str, torch.nn.Linear]:
-    """The layers of the model that ``bare`` is a skeleton of whose weights can be held in 4 bits, by name."""
-    head = bare.get_output_embeddings()
-    modules = bare.named_modules()
+def linear_layers(empty_model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
+    """The layers whose weights can be held in 4 bits, by name."""
+    head = empty_model.get_output_embeddings()
+    modules = empty_model.named_modules()
     return {name: module for name, module in modules if type(module) is torch.nn.Linear and module is not head}
 
 

@@ -370,8 +370,8 @@ def _on_publication(plan: PublishPlan) -> Iterator[Remark]:
             f"{publication.watermark:.0%} of their noise (docs/bounds_and_tracing.md)"
         )
     tensors, layout = plan.base.checkpoint.tensors, plan.base.layout
-    if bare := published_as_they_are(layout, tensors):
-        yield Remark(bare, is_warning=True)
+    if remark := published_as_they_are(layout, tensors):
+        yield Remark(remark, is_warning=True)
     unmoved = in_place(layout, tensors, publication.symmetries)
     if unmoved and publication.symmetries != "none":
         yield Remark(unmoved)

@@ -29,7 +29,7 @@ from mpu_cli.files.reader import (
     compute_dtype,
     piece_digest,
     piece_digests,
-    pieces,
+    piece_offsets,
 )
 from mpu_cli.files.writer import CheckpointWriter
 from mpu_cli.model.layout import Layout, TensorLayout
@@ -155,7 +155,7 @@ class BaseScan:
                 of_task = squares(values - other[part].to(dtype))
             return PieceScan(digest, content, task=of_task, weights=of_weights)
 
-        return [self.pool.submit(piece, offset) for offset in pieces(info)]
+        return [self.pool.submit(piece, offset) for offset in piece_offsets(info)]
 
 
 def content_digest(weights: torch.Tensor) -> bytes:

@@ -338,14 +338,14 @@ def published_as_they_are(layout: Layout, tensors: Mapping[str, TensorInfo]) -> 
     does not train, such as a vision tower. None if there are none."""
     prefixes = layout.family.frozen_prefixes
     around = [tensor for tensor in layout.tensors.values() if prefixes and tensor.name.startswith(prefixes)]
-    bare = [tensor.name for tensor in around if not any(tensor.axes)]
-    count = sum(tensors[name].elements for name in bare)
+    untouched = [tensor.name for tensor in around if not any(tensor.axes)]
+    count = sum(tensors[name].elements for name in untouched)
     if not count:
         return None
     total = sum(info.elements for info in tensors.values())
     return (
         f"{count:,} of {total:,} weights ({count / total:.1%}) are in every copy as they are, without noise or secret "
-        f"coordinates: {quoted_list(bare)}"
+        f"coordinates: {quoted_list(untouched)}"
     )
 
 

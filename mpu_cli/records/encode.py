@@ -176,8 +176,8 @@ class Encoding:
                 [tokenized] = tokens.with_offsets(self.tokenizer, [record.answer])
                 assert isinstance(tokenized, TokenizedText)  # it was tokenized before
                 ids = tokens.with_controls_as_text(self.tokenizer, record.answer, tokenized, spans).ids
-            pieces = [ids[start : start + step] for start in range(0, len(ids), step)]
-            outcomes.append([Example(piece, piece, len(piece)) for piece in pieces if len(piece) > 1])
+            windows = [ids[start : start + step] for start in range(0, len(ids), step)]
+            outcomes.append([Example(window, window, len(window)) for window in windows if len(window) > 1])
         return outcomes
 
     def _marks(self, record: Record, text: str, masked: object = None) -> list[tuple[int, int]]:

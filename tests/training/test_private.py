@@ -235,7 +235,7 @@ def test_records_that_were_left_out_are_drawn_and_add_nothing(tmp_path):
     fewer = {name: ExampleSet([sets[name].examples[i] for i in numbers]) for name, numbers in record_numbers.items()}
     reduced_plan = full_plan.of_examples(record_numbers)
     assert reduced_plan.mechanism == full_plan.mechanism
-    assert sorted(unit.places for unit in reduced_plan.units) == [
+    assert sorted(unit.indices for unit in reduced_plan.units) == [
         (), (), (("forget", 0),), (("forget", 1),), (("forget", 2),), (("retain", 0),), (("retain", 1),),
     ]  # fmt: skip
     constants = ALGORITHMS["graddiff"].constants
@@ -345,7 +345,7 @@ def test_equal_records_are_one_unit():
     objective = objective_of(options.algo, options.algorithm_options)
     data = Dataset(equal_records(times=8), [question("Who rented the boathouse?", "Ada rented it.")])
     units = plan_privately(data, options, objective).units
-    assert sorted(len(unit.places) for unit in units) == [1, 1, 9]
+    assert sorted(len(unit.indices) for unit in units) == [1, 1, 9]
     alone = plan_privately(Dataset(equal_records(times=1), []), options, objective)
     assert len(alone.units) == len(units)
     remarks = data.warnings(options.privacy)
