@@ -32,7 +32,7 @@ from mpu_cli.files.resumption import write_atomically
 from mpu_cli.heap import suit_heap_to
 from mpu_cli.model.device import out_of_memory
 from mpu_cli.model.load import is_sharded
-from mpu_cli.model.network import Head, separate_head
+from mpu_cli.model.network import Head, Logits, separate_head
 from mpu_cli.options.unlearning import Logging, Training
 from mpu_cli.records.encode import IGNORED, Example, answer_tokens, pad
 from mpu_cli.training.execution import (
@@ -300,14 +300,22 @@ class UnlearningTrainer(Trainer):
         """One pass of the model over all rows, divided among the sets."""
         objective = self._objective
         layer = objective.constants.layer if any(map(objective.reads_layer, inputs["sets"])) else None
-        scores = forward(model, inputs["batch"], layer=layer, head=self._head, own_head=self._own_head)
+        together = forward(model, inputs["batch"], layer=layer, head=self._head, own_head=self._own_head)
         scores_of: dict[str, Scores] = {}
         row = token = 0
         for name, part in inputs["sets"].items():
-            counts = {key: part[key] for key in ("weights", "step_tokens", "step_examples")}
-            rows, tokens = slice(row, row + part["rows"]), slice(token, token + part["tokens"])
-            scores_of[name] = scores.part(tokens, rows, **counts, reference=self._sets[name].reference(part))
-            row, token = rows.stop, tokens.stop
+            tokens = slice(token, token + part["tokens"])
+            scores_of[name] = Scores(
+                targets=together.targets[tokens],
+                logits=Logits(together.logits.states[tokens], together.logits.head),
+                hidden=None if together.hidden is None else together.hidden[tokens],
+                rows=together.rows[tokens] - row,
+                weights=part["weights"],
+                step_tokens=part["step_tokens"],
+                step_examples=part["step_examples"],
+                reference=self._sets[name].reference(part),
+            )
+            row, token = row + part["rows"], tokens.stop
         return scores_of
 
     @property

@@ -46,21 +46,6 @@ class Scores:
         """log p of each token: (tokens,)."""
         return self.logits.log_probs(self.targets)
 
-    def part(
-        self, tokens: slice, rows: slice, *, weights: torch.Tensor, step_tokens: int, step_examples: int, reference: Any
-    ) -> Scores:
-        """The scores of some examples, whose tokens follow each other, with the counts of their own step."""
-        return Scores(
-            targets=self.targets[tokens],
-            logits=Logits(self.logits.states[tokens], self.logits.head),
-            hidden=None if self.hidden is None else self.hidden[tokens],
-            rows=self.rows[tokens] - rows.start,
-            weights=weights,
-            step_tokens=step_tokens,
-            step_examples=step_examples,
-            reference=reference,
-        )
-
     @property
     def lengths(self) -> torch.Tensor:
         """|y_i|, at least 1: (examples,)."""
