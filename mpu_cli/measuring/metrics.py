@@ -77,8 +77,15 @@ def imported_metric(name: str, built_in: Collection[str], splits: Iterable[str])
         imported = Metric(answers, lambda findings, _: function(findings))  # type: ignore[arg-type,return-value]
     metric, compute = imported, reporting_errors(label, imported.make)
 
+    class NeededFindings(dict[str, Any]):
+        def __missing__(self, key: str) -> object:
+            raise MpuError(
+                f"{label}: reads the findings {key!r}, but is given {', '.join(metric.needs) or 'none'}",
+                "generated answers (forget.text) and others are measured for a Metric that has them in its needs",
+            )
+
     def make(findings: Findings, forms: Mapping[str, MetricResult]) -> MetricResult:
-        result: object = compute(findings, forms)
+        result: object = compute(NeededFindings({key: findings[key] for key in metric.needs}), forms)
         form = dict(result) if isinstance(result, Mapping) else {"agg_value": result}
         value = form.get("agg_value")
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):

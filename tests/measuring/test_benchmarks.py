@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import resource
 import subprocess
 import sys
@@ -31,6 +32,7 @@ from mpu_cli.records.encode import Encoding
 from mpu_cli.records.forms import question
 from tests.helpers.evaluation import tofu_row, words
 from tests.helpers.models import random_model, save
+from tests.helpers.paths import ROOT
 
 
 class TestMuse:
@@ -148,8 +150,11 @@ class TestOwnRecords:
             "gap = Metric((), lambda _, forms: forms['forget_Q_A_Prob']['agg_value'] - 1, DOWN, ('forget_Q_A_Prob',))\n"
             "elsewhere = Metric(('holdout.answer',), lambda findings, _: 1.0)\n"
             "def nan(findings):\n    return math.nan\n"
-            "def fails(findings):\n    return findings['forgotten']\n"
+            "def fails(findings):\n    return findings['retain.answer'][9]\n"
+            "def generated(findings):\n    return len(findings['forget.text'])\n"
         )
+        page = (ROOT / "docs/measuring.md").read_text(encoding="utf-8")
+        (tmp_path / "mymetrics.py").write_text(re.findall(r"```python\n(.*?)```", page, re.S)[0])
         installed = tmp_path / "my_metrics-1.dist-info"
         installed.mkdir()
         (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: my-metrics\nVersion: 1\n")
@@ -160,16 +165,21 @@ class TestOwnRecords:
             (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         records = [part for name in ("forget", "retain") for part in (f"--{name}", tmp_path / f"{name}.jsonl")]
         given, out = ("eval", model, *records, "--metrics"), tmp_path / "eval.json"
-        mpu(*given, "my_metrics:odds,gap,retain_Q_A_Prob", "--out", out)
+        mpu(*given, "my_metrics:odds,gap,mymetrics:lowest,mymetrics:quoted,retain_Q_A_Prob", "--out", out)
         forms = json.loads(out.read_text())["metrics"]
         retained = forms["retain_Q_A_Prob"]["value_by_index"].values()
         assert forms["my_metrics:odds"]["agg_value"] == pytest.approx(max(record["prob"] for record in retained))
         assert forms["gap"]["agg_value"] == pytest.approx(forms["forget_Q_A_Prob"]["agg_value"] - 1)
-        assert [goal(name, forms[name]) for name in ("gap", "my_metrics:odds")] == ["down", "up"]
+        assert forms["mymetrics:lowest"]["agg_value"] == pytest.approx(min(record["prob"] for record in retained))
+        assert 0 <= forms["mymetrics:quoted"]["agg_value"] <= 1
+        goals = {"gap": "down", "my_metrics:odds": "up", "mymetrics:lowest": "up", "mymetrics:quoted": "down"}
+        assert {name: goal(name, forms[name]) for name in goals} == goals
         assert "my_metrics:odds" in mpu("compare", out, "--metrics", "gap,my_metrics:odds").out
         for name, says in {
             "nan": "return a finite number", "fails": "my_metrics.py, line 10", "no": "name a function",
             "elsewhere": "'holdout.answer'",
+            # even beside a metric that needs them
+            "generated,forget_Q_A_ROUGE": "'forget.text', but is given forget.answer, retain.answer",
         }.items():  # fmt: skip
             mpu(*given, f"my_metrics:{name}", "--out", tmp_path / "w.json", fails=says)
 
