@@ -103,9 +103,14 @@ class ChatTemplate(Options):
     PANEL: ClassVar[str] = "Records"
 
     system_prompt: str = option(
-        SYSTEM_PROMPT, "System prompt for the chat template; '' for none.", metavar="TEXT", fold=READING
+        SYSTEM_PROMPT,
+        f"System prompt for the chat template (default: {SYSTEM_PROMPT!r}); '' for none.",
+        metavar="TEXT",
+        fold=READING,
     )
-    date: str = option(DATE, "Date for chat templates that print one.", metavar="DATE", fold=READING)
+    date: str = option(
+        DATE, f"Date for chat templates that print one (default: {DATE!r}).", metavar="DATE", fold=READING
+    )
     template_option: tuple[str, ...] = option(
         (),
         "Variables for the chat template, such as enable_thinking=false (comma-separated).",
