@@ -144,8 +144,9 @@ class Check(Command):
             with opened_copy(first.copy_path, self.identity, observer) as source_path:
                 if fingerprint(open_model(source_path, links=False).checkpoint) != first.weights:
                     raise MpuError(
-                        f"{first.copy_path}: not the weights that your request was trained on",
-                        "put that copy back, or name one with --before if you know why",
+                        f"{first.copy_path}: replaced since you trained on it, by a copy with other weights",
+                        f"put back the one of round {first.round}, which its owner sent you, and the copy to check "
+                        "into a folder of its own; or name another copy from before with --before if you know why",
                     )
         before = self.before or first.copy_path
         shown = command_line(*as_arguments(checking), "--before", before)
@@ -167,7 +168,7 @@ class Check(Command):
         opened = opened_copy(self.before, self.identity, observer) if self.before else None
         with opened or nullcontext() as source:
             earlier_model = open_model(source, links=False) if source else None
-            _check_order(manifest, earlier_model)
+            _check_order(self.copy, manifest, earlier_model)
             same_reading_context = _check_reading_context(copy, manifest, earlier_model, self.changed_reading)
             facts = _copy_facts(copy, manifest) if manifest and self.receipt else None
             earlier_facts = _facts_before(earlier_model, facts) if earlier_model and facts else None
@@ -313,13 +314,16 @@ def _check_unbounded(sets: Mapping[str, Sequence[Record]]) -> None:
         )
 
 
-def _check_order(manifest: CopyManifest | None, earlier: Model | None) -> None:
-    """Raise UsageError for --before that is the copy itself, or of a later round."""
+def _check_order(copy: str, manifest: CopyManifest | None, earlier: Model | None) -> None:
+    """Raise UsageError if ``copy``, with this ``manifest``, is the one from before, or of an earlier round."""
     before = read_copy_manifest(earlier.folder) if earlier else None
     if earlier is None or before is None or manifest is None or before.run != manifest.run:
         return
     if before.copy_id == manifest.copy_id:
-        raise UsageError(f"--before {earlier.source}: the copy itself", "name the copy that was trained on")
+        raise UsageError(
+            f"{copy}: the copy that you trained on; check takes a copy of the new model",
+            "the model's owner makes one with `mpu publish unlearned`, and sends it to you",
+        )
     if before.round > manifest.round:
         raise UsageError(f"--before {earlier.source}: of a later round", "are COPY and --before swapped?")
 
@@ -428,5 +432,5 @@ def _facts_before(earlier: Model, measured: CopyFacts) -> CopyFacts:
         )
     facts = _copy_facts(earlier, manifest)
     if facts.weights == measured.weights:
-        raise MpuError(f"{earlier.source}: the copy itself", "name the copy that was trained on")
+        raise MpuError(f"{earlier.source}: has the weights of the copy to check", "name the copy that was trained on")
     return facts

@@ -331,7 +331,13 @@ def _next_step(published: Reviewed) -> str:
     if published.gives_weights_away:
         send = f"do not send these copies: they give the weights away. In a trial, {send}"
     if published.keys.round > 1:
-        return f"next: {send}, who runs `{command_line('mpu', 'check', names[0])}`, which prints what is next"
+        # The client's copies of round 1 have the same names, and the check compares with them: they have to stay.
+        folder = round_folder(Path("."), published.keys.round)
+        check = command_line("mpu", "check", folder / names[0])
+        return (
+            f"next: {send}, in a folder {folder} that it puts beside its {names[0].stem}; there it runs `{check}`, "
+            "which prints what is next"
+        )
     unlearn = command_line("mpu", "unlearn", *names[:2], "--forget", "forget.jsonl", "--retain", "retain.jsonl")
     aggregate = command_line("mpu", "aggregate", deltas, "--keys", keys)
     step = f"next: {send}, who runs `{unlearn}` and returns the deltas; then `{aggregate}`"

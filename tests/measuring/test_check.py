@@ -593,5 +593,25 @@ def test_a_check_against_the_copy_itself_or_a_later_one(mpu: Callable, root: Pat
     for number in (1, 2):
         options = ("--copies", 2, "--run", f"one:{number}")
         mpu("publish", "base", *options, "--out", f"round_{number}", "--keys", f"{number}.bin", cwd=root)
-    for before, complaint in (("round_1/copy_1", "the copy itself"), ("round_2/copy_1", "swapped")):
+    for before, complaint in (("round_1/copy_1", "the copy that you trained on"), ("round_2/copy_1", "swapped")):
         mpu("check", "round_1/copy_1", "--forget", "forget.jsonl", "--before", before, refused=complaint, cwd=root)
+
+
+def test_the_copy_to_check_goes_where_publish_says(mpu: Callable, root: Path) -> None:
+    """Beside the copy that was trained on, which has the same name: in its place, it would be compared with itself."""
+    training = ("--forget", "forget.jsonl", "--retain", "retain.jsonl", "--max-steps", 1)
+    mpu("publish", "base", "--copies", 1, "--kappa", 0, "--out", "sent", cwd=root)
+    mpu("unlearn", "sent/copy_1", *training, cwd=root)
+    mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=root)
+    published = mpu("publish", "unlearned", "--kappa", 0, "--out", "sent_again", cwd=root)
+    [folder, beside, command] = re.search(
+        r"in a folder (\S+) that it puts beside its (\S+); there it runs `(.+?)`", published.err
+    ).groups()
+    client = root / "sent"
+    assert (client / beside).is_dir()
+    (root / "sent_again").rename(client / folder)
+    mpu("check", beside, cwd=client, fails="the copy that you trained on")
+    assert mpu(*shlex.split(command)[1:], "--json", cwd=client, check=False).json["verdict"]
+    shutil.rmtree(client / beside)
+    shutil.move(client / folder / beside, client)
+    mpu("check", beside, cwd=client, refused="replaced since you trained on it")
