@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, get_origin
 import mpu_cli
 from mpu_cli.cli.main import PANELS, application
 from mpu_cli.errors import MpuError
-from mpu_cli.model.family import CHANNELS, EVERY, LAYER_AXES, MODEL_AXES, Family, names_of
+from mpu_cli.model.family import CHANNELS, LAYER_AXES, MODEL_AXES, UNION, Family, names_of
 from mpu_cli.options.declare import Declaration, declared_options
 
 WIDTH = 118  # of lines of text
@@ -183,7 +183,7 @@ def shares() -> Iterator[str]:
         config = CONFIG_MAPPING[model_type]()
         try:
             tensors = expected_tensors(config.to_dict())
-            names = unmoved_tensor_names(layout_of(tensors, config.to_dict(), model_type), EVERY)
+            names = unmoved_tensor_names(layout_of(tensors, config.to_dict(), model_type), UNION)
         except MpuError:
             yield f"| `{model_type}` | | | transformers' own sizes do not make a model |"
             continue

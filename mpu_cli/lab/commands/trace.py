@@ -98,7 +98,7 @@ class Trace(Command):
         rows = []
         for publication in result.publications:
             if publication.watermark:
-                rows.append([publication.label, "all: the watermark", "–", *_cells(result, publication.watermark)])
+                rows.append([publication.label, "all: watermark", "–", *_cells(result, publication.watermark)])
             for copy in publication.copies:
                 agreements = "–" if copy.agreements is None else f"{copy.agreements} of {copy.coordinates}"
                 log_p = min(copy.log_p_coordinates, copy.noise.log_p if copy.noise else 0.0)
