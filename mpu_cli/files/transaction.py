@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import ClassVar
 
 from mpu_cli.errors import MpuError
@@ -26,18 +26,28 @@ OUTPUT_SIGNS = ("mpu.json", "adapter_config.json")  # mark a directory written b
 
 
 @contextmanager
-def defer_signals() -> Iterator[None]:
-    """Defer termination signals until the block is done, then deliver them."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def defer_signals(*, second_ends: bool = False) -> Iterator[list[int]]:
+    """Defer termination signals until the block is done, then deliver them; yields those that have arrived. With
+    ``second_ends``, for a block that takes long, says so, and delivers the second one at once."""
     pending: list[int] = []
-    before = {number: signal.getsignal(number) for number in STOPPING}
+    if threading.current_thread() is not threading.main_thread():
+        yield pending
+        return
+    before = {int(number): signal.getsignal(number) for number in STOPPING}
+
+    def defer(arrived: int, frame: FrameType | None) -> None:
+        pending.append(arrived)
+        handler = before[arrived]
+        if second_ends and len(pending) == 1:
+            os.write(2, b"\nstops after this step, with a checkpoint; a second signal stops at once\n")
+        elif second_ends and callable(handler):
+            handler(arrived, frame)
+
     for number, handler in before.items():
         if callable(handler):
-            signal.signal(number, lambda arrived, _: pending.append(arrived))
+            signal.signal(number, defer)
     try:
-        yield
+        yield pending
     finally:
         for number, handler in before.items():
             if callable(handler):

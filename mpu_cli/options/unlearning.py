@@ -419,7 +419,8 @@ class Logging(Options):
 
     resume: bool = option(
         False,
-        "Keep checkpoints, and resume from the last if there is one; pass over copies that have their delta.",
+        "Keep checkpoints, one when you interrupt it, too, and resume from the last if there is one; pass over copies "
+        "that have their delta.",
     )
     checkpoint_steps: int | None = option(
         None,

@@ -243,17 +243,20 @@ class Checkpoints:
 class Saving(TrainerCallback):
     """Has the Trainer write a checkpoint once a minute, or every ``steps`` steps; none after the last, however it is
     the last, which the result follows. Large ones, which take long to write, are written less often. Each is sealed
-    once it is complete."""
+    once it is complete. If there are ``signals`` to stop, it writes one and ends the training."""
 
-    def __init__(self, steps: int | None, checkpoints: Checkpoints):
-        self._steps, self._checkpoints = steps, checkpoints
+    def __init__(self, steps: int | None, checkpoints: Checkpoints, signals: list[int]):
+        self._steps, self._checkpoints, self._signals = steps, checkpoints, signals
         self._last = time.monotonic()  # when the last one was complete
         self._took = 0.0  # seconds that it took
 
     def on_step_end(self, _: TrainingArguments, state: TrainerState, control: TrainerControl, **__: Any) -> None:
         if state.global_step >= state.max_steps or control.should_training_stop:
             return
-        control.should_save = from_first(lambda: self._is_due(state.global_step))  # processes write together
+        # Processes write together, and stop together.
+        is_due, self._signals[:] = from_first(lambda: (self._is_due(state.global_step), self._signals))
+        control.should_training_stop = bool(self._signals)
+        control.should_save = is_due or control.should_training_stop
         self._began = time.monotonic()
 
     def on_save(self, _: TrainingArguments, state: TrainerState, __: TrainerControl, **___: Any) -> None:

@@ -29,6 +29,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mpu_cli.errors import MpuError, no_space
 from mpu_cli.files.resumption import write_atomically
+from mpu_cli.files.transaction import defer_signals
 from mpu_cli.heap import suit_heap_to
 from mpu_cli.model.device import out_of_memory
 from mpu_cli.model.load import is_sharded
@@ -524,7 +525,8 @@ def train(
         if early_stopping:
             trainer.add_callback(early_stopping)
         if checkpoints:
-            trainer.add_callback(Saving(logging.checkpoint_steps, checkpoints))
+            signals = stack.enter_context(defer_signals(second_ends=True))
+            trainer.add_callback(Saving(logging.checkpoint_steps, checkpoints, signals))
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
         return trainer.model
 

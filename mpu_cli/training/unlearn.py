@@ -492,6 +492,7 @@ class UnlearningTask:
             secret=(self.secret or own_client_secret)(),
             training=from_first(self._digest_of_training),  # which alone has the weights' fingerprint
         )
+        is_repeated = self.is_main_process and checkpoints.folder.exists()
         if self.is_main_process:
             note = private_folder(checkpoints.folder.absolute()) / "mpu-resume.json"
             if not note.exists():
@@ -505,6 +506,8 @@ class UnlearningTask:
         steps_done = step_of(last_checkpoint) if last_checkpoint else 0
         if last_checkpoint:
             self.observer.note(f"resuming after step {steps_done} of {total_steps}")
+        elif is_repeated:
+            self.observer.note("no checkpoint was written before: the training begins anew")
         return checkpoints, steps_done
 
     def _digest_of_training(self) -> str:

@@ -66,28 +66,31 @@ BLOCKWISE = ["--optim", "adamw-blockwise"]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "more",
+    ("more", "by"),
     [
-        ["--optim", "adamw"],
-        pytest.param(["--algo", "pdu"], marks=pytest.mark.slow),  # whose α is part of a checkpoint
-        pytest.param([*BLOCKWISE, "--precision", "bfloat16"], marks=pytest.mark.exhaustive),
-        pytest.param(["--lora", "rank=2"], marks=pytest.mark.exhaustive),
+        (["--optim", "adamw"], signal.SIGKILL),
+        (["--optim", "adamw"], signal.SIGINT),
+        (["--algo", "pdu"], signal.SIGKILL),  # whose α is part of a checkpoint
+        pytest.param([*BLOCKWISE, "--precision", "bfloat16"], signal.SIGKILL, marks=pytest.mark.exhaustive),
+        pytest.param(["--lora", "rank=2"], signal.SIGTERM, marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_killed_run_resumes_to_the_same_delta(mpu, folder, more):
-    """SIGKILL after some steps, then the same command again."""
+def test_a_stopped_run_resumes_to_the_same_delta(mpu, folder, more, by):
+    """Killed or interrupted after some steps, then the same command again: what is interrupted writes a checkpoint."""
     options = [*TRAINING, *more, "--epochs", "40", "--log", "log.jsonl"]  # 120 steps
     mpu("unlearn", "base", *options, "--out", "whole.safetensors", cwd=folder)
     (folder / "log.jsonl").unlink()
-    arguments = ["unlearn", "base", *options, "--resume", "--training", "checkpoint_steps=10"]
+    is_killed = by == signal.SIGKILL
+    arguments = ["unlearn", "base", *options, "--resume", "--training", f"checkpoint_steps={10 if is_killed else 1000}"]
     log = folder / "log.jsonl"
-    stop_when(arguments, lambda: log.exists() and log.read_text().count("\n") >= 25, cwd=folder)
+    stop_when(arguments, lambda: log.exists() and log.read_text().count("\n") >= 25, cwd=folder, by=by)
     assert (folder / "deltas/base.safetensors.resume").is_dir()
     killed_at = log.read_text().count("\n")
     assert 25 <= killed_at < 115
     resumed = mpu(*arguments, cwd=folder)
     assert resumed.out == "deltas/base.safetensors\n"
-    assert re.search(r"resuming after step \d+0 of 120", resumed.err)
+    after = r"\d+0" if is_killed else str(killed_at)
+    assert re.search(f"resuming after step {after} of 120", resumed.err)
     assert ", 120 steps" in resumed.err  # those before it was killed count
     steps = [json.loads(line)["step"] for line in log.read_text().splitlines()]
     assert steps[-1] == 120
