@@ -10,7 +10,15 @@ from typing import Any, ClassVar
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.boundary import AGE_HEADER, open_regular
-from mpu_cli.files.manifest import CopyManifest, DeltaManifest, keys_path, manifest_of, round_folder
+from mpu_cli.files.manifest import (
+    MANIFEST_NAME,
+    CopyManifest,
+    DeltaManifest,
+    delta_path,
+    keys_path,
+    manifest_of,
+    round_folder,
+)
 from mpu_cli.files.visible import visible
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
@@ -73,6 +81,8 @@ class Account:
             yield kind, few(names, SHOWN)
         if self.keys:
             yield from self._requests()
+        if not self:
+            yield "nothing yet", "no copies, deltas or keys of mpu's are here"
         for turn, step in self.next_steps():
             yield "next", f"{turn}: {step}"
 
@@ -97,6 +107,9 @@ class Account:
 
     def next_steps(self) -> list[tuple[str, str]]:
         """The party whose turn it is, for each run, and the command or what else there is to do."""
+        if not (self.rounds or self.keys):
+            begin = command_line("mpu", "publish", "MODEL", "--public", "PUBLIC_MODEL")
+            return [("server", begin)]
         runs: dict[str, list[Round]] = {}
         for each in self.rounds:
             runs.setdefault(each.run, []).append(each)
@@ -107,22 +120,22 @@ class Account:
         if passed := [file for file, verdict in last.verdicts.items() if verdict.startswith("pass")]:
             if last.signed:
                 return "nobody", f"the records are forgotten, and the rest is kept; {last.signed}"
-            sign = command_line("mpu", "receipt", folder / passed[0], "--keys")
-            keys = command_line(folder / self._keys_of(last.number)) if self.keys else "…"
-            return "server", f"{sign} {keys}, which countersigns it"
+            if self.keys:  # both parties are here
+                return "server", f"{self._countersign(passed[0], last, earlier)}, which countersigns it"
+            sent = command_line(folder / passed[0])
+            return "client", (
+                f"send {sent} to the model's owner, who countersigns it, and by another way your public key, which "
+                f"`{command_line('mpu', 'receipt', folder / passed[0])}` prints"
+            )
         claimed = [file for file, claim in last.claims.items() if claim.startswith("pass")]
         if claimed and self.keys:
-            sign = command_line(
-                "mpu", "receipt", folder / claimed[0], "--keys", folder / self._keys_of(last.number), "--client-key"
-            )
-            return "server", f"{sign} …, with the public key that your client gave you, which countersigns it"
+            sign = self._countersign(claimed[0], last, earlier, "--client-key", "PUBLIC_KEY")
+            return "server", f"{sign}, with the public key that your client gave you, which countersigns it"
         if last.verdicts and not last.deltas:
             file, verdict = next(iter(last.verdicts.items()))
             return "client", f"{folder / file} says {verdict}: do what `mpu check` said is next"
         if last.model:
-            return "server", command_line(
-                "mpu", "publish", folder / last.model
-            ) + " …, with the options of the last one"
+            return "server", self._publish(folder / last.model, last)
         # Of a million copies, which a file may claim, only a few are named.
         missing = [*islice((copy for copy in range(1, last.copies + 1) if copy not in last.deltas), SHOWN + 1)]
         if not missing and not self.keys:
@@ -140,7 +153,32 @@ class Account:
             before = folder / earlier.made[min(earlier.made)]
             return "client", command_line("mpu", "check", todo[0], "--before", before)
         target = f"{round_folder(folder / 'deltas', last.number)}/"
-        return "client", command_line("mpu", "unlearn", *todo, "--out", target)
+        records = ("--forget", "YOUR_RECORDS", "--retain", "RECORDS_TO_KEEP")
+        unlearn = command_line("mpu", "unlearn", *todo, *records, "--out", target)
+        if any(Path(f"{delta_path(target, str(copy), last.number)}.resume").is_dir() for copy in todo):
+            return "client", f"{unlearn} --resume, with the records and options of the training that was interrupted"
+        return "client", unlearn
+
+    def _countersign(self, receipt: str, last: Round, earlier: Round | None, *options: str) -> str:
+        """The command by which the server signs ``receipt`` of a copy of round ``last``."""
+        base = self.folder / earlier.model if earlier and earlier.model else "MODEL"
+        keys = self.folder / self._keys_of(last.number)
+        return command_line("mpu", "receipt", self.folder / receipt, "--keys", keys, "--base", base, *options)
+
+    def _publish(self, model: Path, last: Round) -> str:
+        """The command that publishes ``model``, which was made in round ``last``, as the last publication was."""
+        from mpu_cli.commands.publish import command_to_publish
+        from mpu_cli.protocol.keys import needs_passphrase, open_keys
+
+        path = self.folder / self._keys_of(last.number) if self.keys else None
+        try:
+            keys = open_keys(path) if path and not needs_passphrase(path) else None
+        except MpuError:  # sealed for somebody else
+            keys = None
+        if keys is None or (keys.run, keys.round) != (last.run, last.number):
+            publish = command_line("mpu", "publish", model, "--public", "PUBLIC_MODEL")
+            return f"{publish}, with the other options of the last one"
+        return command_to_publish(model, keys)
 
     def _keys_of(self, number: int) -> str:
         """The keys that have the name of this round's, else the first."""
@@ -163,8 +201,12 @@ class Status(Command):
         if not self.folder.is_dir():
             raise MpuError(f"{self.folder}: no such directory")
         account = account_of(self.folder)
-        if not account:
-            raise MpuError(f"{self.folder}: holds nothing of mpu's", "name the folder with copies, deltas or keys")
+        if not account and (self.folder / MANIFEST_NAME).exists():
+            parent = self.folder.absolute().parent
+            raise MpuError(
+                f"{self.folder}: a copy or a model, not the folder that a party works in",
+                f"name that folder: {command_line('mpu', 'status', parent)}",
+            )
         return account
 
     def report(self, account: Account, observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)

@@ -15,12 +15,21 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mpu_cli.commands.status import Account, Round
+from mpu_cli.files.manifest import read_copy_manifest
 from mpu_cli.measuring.receipt import ServerCheck, as_text, public_key_of, read_receipt, with_signature
 from mpu_cli.protocol.publication import server_secret
 from mpu_cli.training.ledger import own_client_secret
 from mpu_cli.wording import command_line
 from tests.helpers.attacks import CHECK, check_receipt, edit, publish_copy, unlearn_copy
 from tests.helpers.models import random_model, save
+
+PLACEHOLDERS = {"YOUR_RECORDS": "forget.jsonl", "RECORDS_TO_KEEP": "retain.jsonl"}
+
+
+def with_records(step: str) -> list[str]:
+    """The words of a command that `status` printed, with files in place of its placeholders."""
+    return [PLACEHOLDERS.get(word, word) for word in shlex.split(step)]
+
 
 NAMES = ("--trust-copy", "--algo=os:system", "-", "-f", "copy 1; ls", "$(ls)")
 
@@ -47,7 +56,7 @@ def test_no_name_becomes_an_option_of_a_next_step(name: str) -> None:
     for of_run in rounds:
         [(_, step)] = Account(Path("."), of_run, [f"{name}.bin"], {}).next_steps()
         options = {word for word in shlex.split(step) if word.startswith("-")}
-        assert options <= {"--out", "--keys", "--before", "--forget", "--retain"}, step
+        assert options <= {"--out", "--keys", "--before", "--forget", "--retain", "--public", "--base"}, step
 
 
 def test_the_printed_command_trains_the_copies_that_have_odd_names(mpu: Callable, root: Path) -> None:
@@ -55,7 +64,7 @@ def test_the_printed_command_trains_the_copies_that_have_odd_names(mpu: Callable
     (root / "copy_2").rename(root / "--trust-copy")
     (root / "keys.bin").unlink()
     [step] = mpu("status", root, "--json").json["next"]
-    command = shlex.split(mpu("status", cwd=root).out.splitlines()[-1].split(": ", 1)[1])
+    command = with_records(mpu("status", cwd=root).out.splitlines()[-1].split(": ", 1)[1])
     assert step["turn"] == "client"
     planned = mpu(*command[1:], "--epochs", 1, "--dry-run", "--json", cwd=root).json
     assert len(planned["writes"]) == 2
@@ -79,7 +88,7 @@ def passing(mpu: Callable, root: Path) -> Path:
 @pytest.mark.parametrize(
     ("client", "server", "turn"),
     [
-        ("here", None, "server: mpu receipt"),
+        ("here", None, "client: send receipt.json to the model's owner"),
         ("here", "here", "nobody: the records are forgotten, and the rest is kept; you signed it"),
         ("here", "elsewhere", "nobody: the records are forgotten, and the rest is kept; the server that signed it has"),
         ("elsewhere", "here", "nobody: the records are forgotten, and the rest is kept; you signed it, and a client"),
@@ -159,8 +168,8 @@ def test_a_folder_says_what_is_next(mpu: Callable, root: Path) -> None:
     mpu("publish", "base", "--copies", 2, "--kappa", 0.01, cwd=root)
     training = ("--algo", "gradascent", "--epochs", 1, "--forget", "forget.jsonl")
     steps = {
-        "mpu unlearn copy_1 copy_2 --out deltas/": ("copy_1",),
-        "mpu unlearn copy_2 --out deltas/": ("copy_2",),
+        "mpu unlearn copy_1 copy_2 --forget YOUR_RECORDS --retain RECORDS_TO_KEEP --out deltas/": ("copy_1",),
+        "mpu unlearn copy_2 --forget YOUR_RECORDS --retain RECORDS_TO_KEEP --out deltas/": ("copy_2",),
     }
     for expected, copies in steps.items():
         said = mpu("status", cwd=root).out
@@ -185,16 +194,48 @@ def test_a_folder_for_each_client_is_looked_into(mpu: Callable, root: Path) -> N
     account = mpu("status", "--json", cwd=root).json
     assert (account["other"], account["keys"]) == ({"models": ["base"]}, ["hospital.bin"])
     assert account["rounds"][0]["made"] == {"1": "hospital/copy_1", "2": "hospital/copy_2"}
-    assert account["next"][0]["step"] == "mpu unlearn hospital/copy_1 hospital/copy_2 --out deltas/"
+    assert account["next"][0]["step"].startswith("mpu unlearn hospital/copy_1 hospital/copy_2 --forget ")
 
 
 def test_what_is_next_can_be_pasted(mpu: Callable, root: Path) -> None:
     """From another folder, with spaces in the path: the commands that `status` prints lead to the new model."""
     folder = root / "my round"
     mpu("publish", "base", "--copies", 2, "--kappa", 0.01, "--out", folder, "--keys", folder / "keys.bin", cwd=root)
-    missing = {"unlearn": ("--algo", "gradascent", "--epochs", 1), "aggregate": ()}
+    missing = {"unlearn": ("--algo", "gradascent", "--epochs", 1), "aggregate": (), "publish": ("--out", folder / "2")}
     for command, options in missing.items():
         [step] = re.findall(r"next\t\w+: (mpu .+)", mpu("status", "my round", cwd=root).out)
         assert shlex.split(step)[1] == command
-        mpu(*shlex.split(step)[1:], *options, cwd=root)
-    assert (root / "unlearned/model.safetensors").exists()
+        mpu(*with_records(step)[1:], *options, cwd=root)
+        if command == "aggregate":  # whose model goes where the command is run
+            (root / "unlearned").rename(folder / "unlearned")
+    [published] = [read_copy_manifest(path) for path in (folder / "2").glob("copy_1")]
+    assert (published.round, published.copies) == (2, 2)
+
+
+def test_a_folder_of_nothing_and_a_copy(mpu: Callable, root: Path) -> None:
+    """Where nothing is, the server begins; in a copy, the folder to ask for is named."""
+    (root / "fresh").mkdir()
+    assert mpu("status", cwd=root / "fresh").out.endswith("next\tserver: mpu publish MODEL --public PUBLIC_MODEL\n")
+    copy = publish_copy(mpu, root)
+    hint = mpu("status", copy, refused="a copy or a model").err.split("name that folder: ")[1]
+    assert mpu(*shlex.split(hint)[1:]).out == mpu("status", root).out
+
+
+def test_an_interrupted_training_is_resumed(mpu: Callable, root: Path) -> None:
+    publish_copy(mpu, root)
+    assert "--resume" not in mpu("status", cwd=root).out
+    (root / "deltas/copy_2.safetensors.resume").mkdir(parents=True)
+    [step] = [each["step"] for each in mpu("status", "--json", cwd=root).json["next"]]
+    options = ("--algo", "gradascent", "--epochs", 1)
+    command = with_records(step.partition(", with")[0])
+    assert "--resume" in command
+    mpu(*command[1:], *options, cwd=root)
+    assert not (root / "deltas/copy_2.safetensors.resume").exists()
+
+
+def test_the_countersigned_receipt_names_the_model(mpu: Callable, root: Path, passing: Path) -> None:
+    """The command that `status` prints has the model in service, which the receipt's fingerprint is of."""
+    passing.write_text(as_text(with_signature(read_receipt(passing), "client", own_client_secret())))
+    steps = [each["step"] for each in mpu("status", "--json", cwd=root).json["next"]]
+    [step] = [step for step in steps if "mpu receipt" in step]
+    assert "--base" in shlex.split(step)
