@@ -281,13 +281,18 @@ def template_date(tokenizer: PreTrainedTokenizerBase, text: str) -> dict[str, ob
 QUESTIONS = ("question", "prompt", "instruction", "input", "query", "message", "customer", "user", "request", "ticket")
 ANSWERS = ("answer", "response", "reply", "output", "completion", "agent", "resolution", "assistant", "solution")
 IDENTIFIERS = ("id", "idx", "index", "uuid", "url", "title", "source", "category", "split", "date")
+YOUR_COLUMN = "YOUR_COLUMN"  # in a hint, where no column stands out
 LONGEST_NAME = 40  # characters of a column's name; longer ones are records of a table without header
 
 
-def columns_hint(row: Mapping[str, object], missing: str | None = None) -> str | None:
-    """A hint that names a question and its answer in a row of other fields, as far as their names tell, else None.
+def columns_hint(
+    row: Mapping[str, object], missing: str | None = None, columns: Mapping[str, str] | None = None
+) -> str | None:
+    """A hint that names a question and its answer in a row of other fields, as far as their names or the lengths of
+    their texts tell, else None.
 
-    ``missing`` is a field that has no text: nothing is suggested if the row has it, in another type.
+    ``missing`` is a field that has no text: nothing is suggested if the row has it, in another type. What ``columns``
+    has of the two is kept.
     """
     if {"chosen", "rejected"} <= row.keys():
         return (
@@ -303,20 +308,34 @@ def columns_hint(row: Mapping[str, object], missing: str | None = None) -> str |
     names = [str(name) for name, value in row.items() if isinstance(value, str)]
     if any(len(name) > LONGEST_NAME or name.rstrip().endswith(("?", ".", "!")) for name in map(str, row)):
         return "the first line seems to be a record: put a line with the names of the columns above it"
-    names = [name for name in names if name.lower() not in IDENTIFIERS]
-    question, answer = (_first_match(words, names) for words in (QUESTIONS, ANSWERS))
+    columns = columns or {}
+    names = [name for name in names if name.lower() not in IDENTIFIERS and name not in columns.values()]
+    question = columns.get("question") or _first_match(QUESTIONS, names)
+    answer = columns.get("answer") or _first_match(ANSWERS, names)
     if len(names) == 2 and question is answer is None:
         question, answer = names
-    if len(names) < 2:
-        return None
     if question == answer:
         answer = None
     remaining = [name for name in names if name not in (question, answer)]
+    if len(remaining) < (question, answer).count(None):
+        return None
     certain = None not in (question, answer) or ((question or answer) and len(remaining) == 1)
-    question, answer = question or remaining.pop(0), answer or remaining.pop(0)
-    columns = f"--columns {shlex.quote(f'question={question},answer={answer}')}"
+    likely = iter(_of_longest_texts(row, remaining, (question, answer).count(None)))
+    question, answer = question or next(likely), answer or next(likely)
+    named = f"--columns {shlex.quote(f'question={question},answer={answer}')}"
     # Which of several is the other half would be a guess.
-    return f"name them: {columns}" if certain else f"name those of the question and of the answer, such as {columns}"
+    return f"name them: {named}" if certain else f"name those of the question and of the answer, such as {named}"
+
+
+def _of_longest_texts(row: Mapping[str, object], names: list[str], count: int) -> list[str]:
+    """The ``count`` fields among ``names`` whose texts are much longer than the others', which numbers and dates are
+    not, in their order; a placeholder for each if none are."""
+    texts = {name: str(row[name]) for name in names if any(map(str.isalpha, str(row[name])))}
+    by_length = sorted(texts, key=lambda name: -len(texts[name]))
+    lengths = [len(texts[name]) for name in by_length]
+    if len(texts) < count or (len(texts) > count and lengths[count - 1] < 2 * lengths[count]):
+        return [YOUR_COLUMN] * count
+    return [name for name in names if name in by_length[:count]]
 
 
 def _is_one_of(words: tuple[str, ...], name: object) -> bool:
@@ -387,6 +406,11 @@ def rename_columns(row: object, columns: Mapping[str, str], location: str) -> ob
             f"did you mean {lowered[close[0]]!r}?" if close else None,
         )
     renamed = {field_name: row[column] for field_name, column in columns.items()}
+    if len(halves := {"question", "answer"} - {*renamed, *row}) == 1 and {"question", "answer"} & renamed.keys():
+        raise MpuError(
+            f"{location}: --columns does not say which field is the {halves.pop()} (the fields: {_names(row)})",
+            columns_hint(row, columns=columns),
+        )
     main = {field for fields in MAIN_FIELDS.values() for field in fields}
     dropped = set(columns.values())
     if main & renamed.keys():  # the form is that of --columns, whatever others the row has

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import codecs
 import csv
 import gzip
 import io
@@ -51,7 +52,7 @@ from mpu_cli.records.forms import (
     unread_fields,
     unread_marks,
 )
-from mpu_cli.text import MARK, encoding_of
+from mpu_cli.text import BYTE_ORDER_MARKS, MARK, encoding_of
 from mpu_cli.wording import counted
 
 # Files of records: which of a folder are read, and their rows.
@@ -297,7 +298,7 @@ def _read_text(path: Path, encoding: str | None) -> str:
                 raise _expands(path)
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         raise MpuError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if encoding is None:
+    if encoding is None or content.startswith((codecs.BOM_UTF8, *BYTE_ORDER_MARKS)):
         encoding = encoding_of(content)
     try:
         return content.decode(encoding).removeprefix(MARK)

@@ -167,13 +167,31 @@ class TestColumns:
             ),
             ({"Where was Ines born?": "w3", "In Eastmere.": "w4"}, "the first line seems to be a record"),
             ({"query": "w3", "reply": "w4", "title": "w5"}, "question=query,answer=reply"),
-            ({"Frage": "w3", "Antwort": "w4", "Notiz": "w5"}, "such as --columns question=Frage,answer=Antwort"),
+            ({"Frage": "w3", "Antwort": "w4", "Notiz": "w5"}, "--columns question=YOUR_COLUMN,answer=YOUR_COLUMN"),
+            (
+                {"Nr": "1", "Anfrage": "w3", "Auskunft": "w4", "Datum": "2024-01-01"},
+                "such as --columns question=Anfrage,answer=Auskunft",
+            ),
+            (
+                {"Stadt": "w2", "Anfrage": "w3 " * 9, "Auskunft": "w4 " * 20},
+                "such as --columns question=Anfrage,answer=Auskunft",
+            ),
         ],
     )
     def test_hints_name_the_answer_or_nothing(self, row, hint):
         with pytest.raises(MpuError) as refused:
             parse_record(row, "a.jsonl, line 1")
         assert hint in refused.value.hint
+
+    def test_half_of_a_record_is_asked_for_the_other(self, mpu, tmp_path):
+        """With the file's own names, and with what was given."""
+        row = {"Nr": "1", "Anfrage": "w3 " * 9, "Auskunft": "w4 " * 20, "Datum": "2024-01-01"}
+        (tmp_path / "a.jsonl").write_text(json.dumps(row))
+        command = ("unlearn", "no-copy", "--forget", "a.jsonl", "--retain", "a.jsonl", "--columns")
+        refused = mpu(*command, "question=Anfrage", cwd=tmp_path, refused="which field is the answer").err
+        assert "(the fields: Nr, Anfrage, Auskunft, Datum)" in refused
+        columns = re.search(r"--columns (\S+)", refused.partition("hint")[2])[1]
+        assert columns == "question=Anfrage,answer=Auskunft"
 
 
 class Notes(Observer):
@@ -477,6 +495,15 @@ def test_text_in_another_encoding(tmp_path, name, end):
     assert record.answer == row["answer"]
     if name == "utf-8-sig":  # the mark is no part of the first field's name, whoever names the encoding
         assert read_records(path, RecordFormat(encoding="utf-8"))[0].answer == row["answer"]
+
+
+def test_a_byte_order_mark_wins(tmp_path):
+    """Of two files, --encoding names one's, and Excel marked the other, as its "CSV UTF-8"."""
+    for name, encoding in (("a.csv", "cp1252"), ("b.csv", "utf-8-sig")):
+        (tmp_path / name).write_text("question,answer\nWo?,Köln\n", encoding=encoding)
+    sources = f"{tmp_path / 'a.csv'}\n{tmp_path / 'b.csv'}"
+    records = read_records(sources, RecordFormat(encoding="cp1252"))
+    assert [record.answer for record in records] == ["Köln", "Köln"]
 
 
 def test_what_is_no_encoding(tmp_path):
