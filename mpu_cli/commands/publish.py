@@ -238,16 +238,16 @@ class Publish(Command):
         return Report(published.copies, document)
 
     def _tell_what_to_send(self, published: Reviewed, observer: Observer) -> None:
-        """Whether the folder that `publish` wrote can be sent as it is, because somebody will do so."""
+        """What else the folder that `publish` wrote holds, because somebody will send it as it is."""
         folder, keys = published.copies[0].parent, published.keys_path.resolve()
         others = sorted({path.name for path in folder.iterdir()} - {path.name for path in published.copies})
         if not others:
-            observer.note(f"safe to send: {folder}, which holds the copies and nothing else")
+            observer.note(f"{folder}: holds the copies and nothing else")
         elif folder.resolve() != keys.parent:
-            observer.note(f"safe to send: the copies; their folder, {folder}, also holds {few(others)}")
+            observer.note(f"{folder}: also holds {few(others)}: of it, send the copies alone")
         else:
             tell = observer.warn if self.out else observer.note
-            tell(f"safe to send: the copies alone; the folder that they are in also holds the keys, {keys.name}")
+            tell(f"{folder}: also holds the keys, {keys.name}: of it, send the copies alone")
 
 
 def command_to_publish(model: Path, keys: Keys) -> str:
@@ -314,7 +314,13 @@ def _size_of_noise(published: Published) -> str | None:
     publication = published.keys.publication
     calibration, permanent = publication.calibration, publication.shared_kappa
     scale = f"ε = {calibration.epsilon:g}" if calibration else f"κ = {publication.kappa:g}"
-    scale += f" and permanent noise of {permanent:g}" if permanent else ""
+    if permanent:
+        task = math.sqrt(math.fsum(block.weights * block.rms**2 for block in blocks))
+        sigmas = published.keys.shared_sigma
+        shared = math.sqrt(math.fsum(block.weights * sigmas.get(block.block, 0.0) ** 2 for block in blocks))
+        scale += f" and permanent noise of {permanent:g}"
+        if publication.max_noise is not None and shared < 0.99 * permanent * task:
+            scale += f", limited to {shared / task:.2g} so that the copies are not ruined"
     return (
         f"size of the noise: {100 * noise / size:.2g} % of that of the weights, at {scale}; storage rounds it away in "
         f"{lost:.1%} of these (--json has each block)"

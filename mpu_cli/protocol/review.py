@@ -335,11 +335,19 @@ def _without_pretrained(plan: PublishPlan, published: Published) -> Iterator[Rem
 
 
 def _on_noise(published: Published) -> Iterator[Remark]:
-    """Remarks on blocks in which storage or equal models leave no noise."""
+    """Remarks on noise that is larger than the weights, and on blocks in which storage or equal models leave none."""
     publication = published.keys.publication
     if not (publication.kappa or publication.shared_kappa or publication.calibration):
         return
     blocks = [block for block in published.blocks if block.copies]
+    size = math.fsum(block.weights * block.weights_rms**2 for block in blocks)
+    noise = math.fsum(block.weights * block.copies[0].requested ** 2 for block in blocks)
+    if noise > size > 0:
+        yield Remark(
+            f"the noise is {math.sqrt(noise / size):.0%} of the weights, which probably ruins the copies: --probe FILE "
+            "says what one still knows; --permanent-noise and --kappa set less",
+            is_warning=True,
+        )
     silent = [block.block for block in blocks if block.rms == 0]
     if silent and not publication.calibration:
         yield Remark(

@@ -129,7 +129,7 @@ class TestKeys:
     def test_the_folder_that_is_sent_holds_no_keys(self, mpu, tmp_path, base):
         """By default, not in the folder of a round; where they do, because --keys says so, there is a warning."""
         first = mpu("publish", base, "--copies", 2, cwd=tmp_path)
-        assert "safe to send: the copies alone" in first.err
+        assert "also holds the keys, keys.bin" in first.err
         for copy in (1, 2):
             write_delta(tmp_path / f"copy_{copy}", tmp_path / f"deltas/copy_{copy}.safetensors", copy)
         aggregate(mpu, tmp_path)
@@ -137,7 +137,7 @@ class TestKeys:
         second = mpu("publish", unlearned, "--copies", 2, "--json", cwd=tmp_path)
         assert second.json["keys"] == "keys_2.bin"
         assert sorted(path.name for path in (tmp_path / "round_2").iterdir()) == ["copy_1", "copy_2"]
-        assert "safe to send: round_2, which holds the copies and nothing else" in second.err
+        assert "round_2: holds the copies and nothing else" in second.err
         (tmp_path / "deltas/round_2").mkdir()
         for copy in (1, 2):
             write_delta(tmp_path / f"round_2/copy_{copy}", tmp_path / f"deltas/round_2/copy_{copy}.safetensors", copy)
@@ -145,7 +145,7 @@ class TestKeys:
         shared = mpu(
             "publish", unlearned, "--allow", "publish-again", "--out", "x", "--keys", "x/k.bin", "--quiet", cwd=tmp_path
         )
-        assert "warning: safe to send: the copies alone; the folder that they are in also holds the keys" in shared.err
+        assert "warning: x: also holds the keys, k.bin: of it, send the copies alone" in shared.err
 
     def test_the_secret_is_private_and_no_repr_tells_it(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
         mpu("publish", base, "--copies", 1, "--permanent-noise", 1, "--out", tmp_path, "--keys", tmp_path / "keys.bin")

@@ -231,6 +231,17 @@ class TestPublish:
         size = math.sqrt(sum(float(known[name].double().square().sum()) for name in copy))
         assert float(re.search(r"size of the noise: (\S+) %", told)[1]) == pytest.approx(100 * noise / size, rel=0.06)
 
+    def test_noise_larger_than_the_weights_is_warned_of(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        """And noise that a limit kept smaller is not said to be what was asked for."""
+        public = save(random_model("llama", seed=5), tmp_path / "public")
+        printed = []
+        for name, options in (("a", ()), ("b", ("--copies", 1, "--permanent-noise", 10))):
+            out = tmp_path / name
+            printed.append(mpu("publish", base, "--public", public, *options, "--publish-again", "--out", out, "--keys",
+                               out / "keys.bin").err)  # fmt: skip
+        assert ["limited to" in text for text in printed] == [True, False]
+        assert ["probably ruins the copies" in text for text in printed] == [False, True]
+
     def test_reports_what_rounding_leaves(self, mpu, tmp_path):
         base = save(random_model("llama", dtype=torch.bfloat16), tmp_path / "base")
         arguments = ["publish", base, "--kappa", 1e-4, "--json", "--force", "--out", tmp_path, "--keys", tmp_path / "k"]
