@@ -59,9 +59,16 @@ SIGNALLED = 128  # exit statuses above this are signals, as in shells
 # The commands, in the order and under the headings of help. A new one is added here, or to the laboratory's table.
 PANELS: dict[str, tuple[type[Command], ...]] = {
     "Try it": (Demo,),
-    "Server: owns the model": (Publish, Aggregate),
-    "Client: owns the records": (Unlearn, Check, Watch),
-    "Both": (Status, Ask, Receipt, Keygen, Evaluate),
+    "The four steps: server, client, server, client; and whose turn it is": (
+        Publish,
+        Unlearn,
+        Aggregate,
+        Check,
+        Status,
+    ),
+    "Server: owns the model": (),
+    "Client: owns the records": (Watch,),
+    "Both": (Ask, Receipt, Keygen, Evaluate),
     "If something is odd": (Doctor, Plan, Inspect, Verify),
     "Experiments: both parties on one machine": (),
     "Advanced": (Invert, CheckFamily),

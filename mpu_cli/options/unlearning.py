@@ -81,8 +81,9 @@ class Records(Options):
 
     forget: str = option(
         "forget.jsonl",
-        "Records to forget: JSON lines, JSON, CSV, TSV, Parquet, text, a folder or pattern of such files, tofu:SPLIT, "
-        "muse-news:SPLIT, wmdp:CORPUS, wikitext:SPLIT, or a Hub dataset hub:OWNER/NAME@CONFIG:SPLIT; may be repeated.",
+        "Records to forget: JSON lines, JSON, CSV, TSV, Excel (FILE.xlsx or FILE.xlsx:SHEET), Parquet, text, a folder "
+        "or pattern of such files, tofu:SPLIT, muse-news:SPLIT, wmdp:CORPUS, wikitext:SPLIT, or a Hub dataset "
+        "hub:OWNER/NAME@CONFIG:SPLIT; may be repeated.",
         metavar="DATA",
     )
     retain: str = option(
