@@ -195,6 +195,8 @@ class Receipt(Command):
         _tell_measured(read.document, observer)
         _tell_signatures(read, observer)
         if self.keys:
+            if self.base is None:
+                observer.warn(f"{self.file}: does not say of which model the copy is; sign it again, with --base MODEL")
             advice = ""
             if not read.document.verdict.startswith("pass"):
                 advice = "; what is next, the client's `mpu check` printed: if it names a step, aggregate again with it"
@@ -275,7 +277,7 @@ def _tell_signatures(read: Read, observer: Observer) -> None:
     for party, public_key in read.public_keys.items():
         observer.note(f"signed as the {party} with the public key {public_key}")
         if read.pinned[party] is None:
-            observer.warn(f"anyone can have signed as the {party}: pass the key that it gave you as --{party}-key")
+            observer.note(f"anyone can have signed as the {party}: pass the key that it gave you as --{party}-key")
     checked = read.document.checked
     if checked is None:
         observer.note("not signed by the server: only the client says that the copy is from its publication")
