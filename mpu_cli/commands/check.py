@@ -217,10 +217,15 @@ class Check(Command):
             observer.note(f"known better than nearly all strangers: {locations or 'no record'}")
         if checked.receipt and checked.receipt.client:
             observer.note(
-                f"{self.receipt}: holds rounded shares, at most {MOST_BITS:.0f} bits about your records; tell the "
-                f"server by another way that your public key is {checked.receipt.client.public_key}"
+                f"{self.receipt}: holds no records, only rounded shares, which tell less about them than "
+                f"{math.ceil(MOST_BITS)} answers of yes or no (bits)"
             )
-            observer.note("the server countersigns it with `mpu receipt FILE --keys KEYS --base MODEL`")
+            turn = "next: " if verdict.passes else ""
+            observer.note(
+                f"{turn}send {self.receipt} to the model's owner, who countersigns it with "
+                "`mpu receipt FILE --keys KEYS --base MODEL`; tell it by another way that your public key is "
+                f"{checked.receipt.client.public_key}"
+            )
         if verdict.step is not None or (verdict.request and not verdict.needs_another_round):
             observer.note(f"next: {verdict.request}")
         if verdict.needs_another_round:

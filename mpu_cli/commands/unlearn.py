@@ -26,7 +26,7 @@ from mpu_cli.options.declare import group, option
 from mpu_cli.options.unlearning import Checks, Goal, Logging, Records, Stopping, Unlearning
 from mpu_cli.plugins import extension
 from mpu_cli.subprocesses import process_count
-from mpu_cli.wording import counted, in_bytes
+from mpu_cli.wording import command_line, counted, few, in_bytes
 
 if TYPE_CHECKING:
     from mpu_cli.measuring.cost import Memory, Work
@@ -289,6 +289,11 @@ class Unlearn(Command):
         targets = self._targets(copies)
         sources = [source_of(options, data.forget)]
         manifests = {copy: read_copy_manifest(Path(copy)) if Path(copy).is_dir() else None for copy in copies}
+        if later := [copy for copy, manifest in manifests.items() if manifest and manifest.round > 1]:
+            observer.note(
+                f"{later[0]}: a copy of a later round; `{command_line('mpu', 'check', Path(later[0]))}` says whether "
+                "another training is needed"
+            )
         # read in any case: damage shows before the training
         latest = latest_on(read_requests(default_requests_path()), manifests, sources[0])
         continuations: Mapping[str, Continuation] = {}
@@ -349,9 +354,12 @@ class Unlearn(Command):
             }
             for each in outcomes
         ]
+        deltas = few([command_line(each.delta) for each in outcomes])
+        copies = few([command_line(Path(each.copy)) for each in outcomes])
+        audit = command_line("mpu", "audit-delta", Path(outcomes[0].copy), outcomes[0].delta)
         observer.note(
-            "next: send the deltas (`mpu audit-delta` shows what they tell). The server's model may forget less than "
-            "the copy: ask for a copy of the new one, and `mpu check` it"
+            f"next: send {deltas} to the model's owner (`{audit}` shows what it tells), and keep {copies} and your "
+            "records: `mpu check` needs them, for the new model may forget less than the copy"
         )
         document = documents[0] if len(documents) == 1 else {"deltas": documents}
         return Report([each.delta for each in outcomes], document)

@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any
@@ -126,9 +127,10 @@ def locate(source: str) -> Path:
         return path
     name = source.removeprefix(HUB_PREFIX)
     if not _HUB_ID.match(name) or path.suffix in (".safetensors", ".json", ".bin"):
-        raise MpuError(f"{source}: no such file or directory")
+        raise MpuError(f"{source}: no such file or directory", _similar(path))
     if name == source and Path(path.parts[0]).is_dir():
-        raise MpuError(f"{source}: no such file or directory", f"for a model of the Hub, write {HUB_PREFIX}{source}")
+        hint = _similar(path) or f"for a model of the Hub, write {HUB_PREFIX}{source}"
+        raise MpuError(f"{source}: no such file or directory", hint)
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
@@ -139,6 +141,13 @@ def locate(source: str) -> Path:
         raise MpuError(
             f"{source}: not a local path, and the download from the Hub failed ({first_line(error)})"
         ) from error
+
+
+def _similar(path: Path) -> str | None:
+    """A hint at what in the folder of ``path``, which does not exist, is called nearly so."""
+    names = [entry.name for entry in visible(path.parent.iterdir())] if path.parent.is_dir() else []
+    close = get_close_matches(path.name, names, 1)
+    return f"did you mean {path.with_name(close[0])}?" if close else None
 
 
 def open_model(source: str, config: Path | None = None, *, links: bool = True) -> Model:

@@ -65,6 +65,8 @@ def delta_paths(paths: Iterable[Path]) -> list[Path]:
     """The deltas given by ``paths``: files, sharded directories, or directories containing these."""
     files: list[Path] = []
     for path in paths:
+        if not path.exists():
+            raise MpuError(f"{path}: no such file or directory", "name the deltas that the client sent")
         if path.is_dir() and not list(path.glob("*.index.json")):
             inside = [p for p in visible(path.iterdir()) if p.suffix == ".safetensors" or p.is_dir()]
             if not inside:

@@ -258,7 +258,10 @@ def _read(path: Path) -> bytes:
             raise MpuError(f"{path}: too large for a key file")
         sealed = path.read_bytes()
     except OSError as error:
-        raise MpuError(f"{path}: cannot read key file: {error.strerror}", "name it with --keys") from error
+        raise MpuError(
+            f"{path}: cannot read key file: {error.strerror}",
+            "name it with --keys; only the model's owner has it, who published the copies",
+        ) from error
     if not sealed.startswith(AGE_HEADER):
         raise MpuError(f"{path}: not an mpu key file (no age header)")
     check_header(sealed, path)

@@ -34,6 +34,7 @@ from mpu_cli.files.boundary import (
     read_bounded,
     repeated,
 )
+from mpu_cli.files.manifest import MANIFEST_NAME
 from mpu_cli.files.visible import is_hidden, visible
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import RecordFormat, Records
@@ -586,6 +587,8 @@ def parsed_rows(source: str | Path, reading: RecordFormat, observer: Observer = 
 def _rows_of_source(source: str | Path, reading: RecordFormat) -> Iterable[Row]:
     path = Path(source)
     if path.is_dir():
+        if (path / MANIFEST_NAME).exists():
+            raise MpuError(f"{source}: a copy of a model, or a model, not records", "name a file of records")
         return _folder_rows(path, None, reading)
     if files := files_at(path):
         return _rows_of_files(files, reading)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from mpu_cli.errors import MpuError
+from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.model.load import limits_of
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import Privacy, RecordFormat, Records, Unlearning
@@ -125,6 +125,10 @@ def read_dataset(options: Unlearning, observer: Observer = SILENT) -> Dataset:
                     "name them with --retain",
                 ) from error
             raise
+        if {record.key for record in retain} == {record.key for record in forget}:
+            raise UsageError(
+                f"{records.retain}: holds the records to forget, and no others", "name records to keep with --retain"
+            )
     return Dataset(forget, retain, _lines(records.alternates) if records.alternates else REFUSALS)
 
 

@@ -175,7 +175,8 @@ def test_a_folder_says_what_is_next(mpu: Callable, root: Path) -> None:
         said = mpu("status", cwd=root).out
         assert said.splitlines()[-1] == f"next\tclient: {expected}"
         assert "keys.bin" in said
-        mpu("unlearn", *copies, *training, cwd=root)
+        printed = mpu("unlearn", *copies, *training, cwd=root).err
+        assert f"send deltas/{copies[0]}.safetensors to the model's owner" in printed
     assert mpu("status", cwd=root).out.endswith("next\tserver: mpu aggregate deltas --keys keys.bin\n")
     assert [each["turn"] for each in mpu("status", "--json", cwd=root).json["next"]] == ["server"]
     assert "server: mpu aggregate deltas --keys keys.bin" in mpu("inspect", ".", cwd=root).out
@@ -239,3 +240,20 @@ def test_the_countersigned_receipt_names_the_model(mpu: Callable, root: Path, pa
     steps = [each["step"] for each in mpu("status", "--json", cwd=root).json["next"]]
     [step] = [step for step in steps if "mpu receipt" in step]
     assert "--base" in shlex.split(step)
+
+
+def test_hints_for_wrong_files(mpu: Callable, root: Path) -> None:
+    """Names that are nearly right, copies and records in each other's place, and steps of the other party."""
+    publish_copy(mpu, root)
+    (root / "keys.bin").rename(root / "elsewhere.bin")
+    (root / "deltas").mkdir()
+    retain = ("--retain", "retain.jsonl")
+    for hint, *command in (
+        ("did you mean base?", "publish", "bas"),
+        ("did you mean copy_1?", "unlearn", "copy1", *retain),
+        ("copy_2: a copy of a model, or a model, not records", "unlearn", "copy_1", "--forget", "copy_2", *retain),
+        ("holds the records to forget, and no others", "unlearn", "copy_1", "--retain", "forget.jsonl"),
+        ("only the model's owner has it", "aggregate", "deltas"),
+        ("name the deltas that the client sent", "aggregate", "gone", "--keys", "elsewhere.bin"),
+    ):
+        mpu(*command, cwd=root, fails=hint)

@@ -551,5 +551,6 @@ def test_records_that_the_environment_names_are_not_public(
     assert refused.status == 2
     assert "is where private records are expected" in refused.err
     monkeypatch.delenv(variable)
-    mpu("unlearn", "base", "--forget", "public.jsonl", "--retain", "public.jsonl", "--public-records", "--dry-run",
+    write_records(root / "others.jsonl", 6, 3)
+    mpu("unlearn", "base", "--forget", "public.jsonl", "--retain", "others.jsonl", "--public-records", "--dry-run",
         cwd=root)  # fmt: skip
