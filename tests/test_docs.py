@@ -239,6 +239,12 @@ def test_results_are_a_data_frame(tmp_path: Path, demo: DemoModel) -> None:
     compared = mpu_cli.compare([tmp_path / "after.json", tmp_path / "before.json"], metrics="all").values
     for name, values in compared.items():
         assert frame[f"metrics.{name}"].to_list() == values
+    [trained] = mpu_cli.unlearn([demo.model], forget=demo.forget, retain=demo.retain, epochs=1, out=tmp_path / "deltas")
+    delta = trained.result.path
+    mpu_cli.evaluate(demo.model, delta=delta, out=tmp_path / "delta.json", observer=SILENT, **records)
+    frame = mpu_cli.results(tmp_path)
+    assert frame["delta"].fillna("").to_dict() == {"after": "", "before": "", "delta": str(delta)}
+    assert set(frame["model"]) == {str(demo.model)}
     [reply] = mpu_cli.ask([demo.model], json.loads(demo.forget.read_text().splitlines()[0])["question"])
     assert reply.answer
     with pytest.raises(MpuError, match="holds no results"):

@@ -139,12 +139,15 @@ class Evaluate(Command):
             )
         if self.plot:
             retain = log.metrics if log else None
-            extension("plots").draw(evaluation.forms, self.plot, title=self.model, retain=retain, force=self.force)
+            extension("plots").draw(evaluation.forms, self.plot, title=self._subject, retain=retain, force=self.force)
         return evaluation
 
+    @property
+    def _subject(self) -> str:
+        return f"{self.endpoint or self.model} with {self.delta}" if self.delta else self.endpoint or self.model
+
     def tables(self, evaluation: Evaluation) -> list[Table]:
-        title = f"{self.endpoint or self.model} on {evaluation.benchmark}"
-        return [_table(title, evaluation.forms, evaluation.log)]
+        return [_table(f"{self._subject} on {evaluation.benchmark}", evaluation.forms, evaluation.log)]
 
     def report(self, evaluation: Evaluation, observer: Observer) -> Report:
         for shown in evaluation.shown:

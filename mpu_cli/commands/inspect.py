@@ -14,7 +14,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.files.boundary import AGE_HEADER, open_regular, read_json_object
 from mpu_cli.files.manifest import PLANNED, RESULTS, CopyManifest, DeltaManifest, ModelManifest, facts_of, manifest_of
 from mpu_cli.files.resumption import read_lines
-from mpu_cli.measuring.retain import LARGEST_RESULT
+from mpu_cli.measuring.retain import LARGEST_RESULT, sources_in
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import IDENTITY, PASSPHRASE_FILE, Command, Opening, Report
 from mpu_cli.options.declare import option
@@ -204,7 +204,7 @@ def _document(path: Path, head: bytes) -> dict[str, Any] | None:
         return {
             "kind": "result of mpu eval",
             "benchmark": document.get("benchmark"),
-            "model": _table(document, "model").get("source"),
+            **sources_in(document),
             "metrics": {name: _table(metrics, name).get("agg_value") for name in metrics},
         }
     if document.get("format") == "mpu-receipt":

@@ -10,7 +10,7 @@ from mpu_cli.files.boundary import read_json_object
 from mpu_cli.files.manifest import RESULTS
 from mpu_cli.files.resumption import read_lines
 from mpu_cli.files.visible import visible
-from mpu_cli.measuring.retain import FORMAT, LARGEST_RESULT, read_retain_log
+from mpu_cli.measuring.retain import FORMAT, LARGEST_RESULT, read_retain_log, sources_in
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -23,7 +23,7 @@ def results(folder: str | Path) -> DataFrame:
     each option that it varies; ``before.NAME`` and ``retain model.NAME``, the metrics of the model before unlearning
     and of the one that never saw the forget set; ``smallest_pairwise_cosine``, ``error_estimate``, ``noise_asked``,
     ``noise_survived`` and ``lost_to_rounding``, of the rounds; ``seconds`` and ``evaluation_seconds``. Of an
-    evaluation: ``model``, ``benchmark`` and ``seconds``.
+    evaluation: ``model``, its ``adapter`` and ``delta`` if it had them, ``benchmark`` and ``seconds``.
     """
     import pandas
 
@@ -37,11 +37,9 @@ def results(folder: str | Path) -> DataFrame:
             if document.get("format") != FORMAT["format"]:
                 continue
             log = read_retain_log(path)
-            model = document.get("model")
-            source = model.get("source") if isinstance(model, dict) else None
             facts = {name: document.get(name) for name in ("benchmark", "seconds")}
             metrics = {name: log.value(name) for name in log.metrics}
-            rows.append({"name": path.stem, "model": source, **facts, "metrics": metrics})
+            rows.append({"name": path.stem, **sources_in(document), **facts, "metrics": metrics})
     if not rows:
         raise MpuError(f"{folder}: holds no results", "name a folder of `mpu sweep`, or one with results of `mpu eval`")
     return pandas.json_normalize(rows).set_index("name").drop(columns="digest", errors="ignore")

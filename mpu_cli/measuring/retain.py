@@ -74,6 +74,16 @@ class RetainLog:
         return valid_ratios
 
 
+def sources_in(document: Mapping[str, object]) -> dict[str, str]:
+    """The sources of the model that a result measured and, if it had them, of its ``adapter`` and ``delta``."""
+    sources = {}
+    for name in ("model", "adapter", "delta"):
+        entry = document.get(name)
+        if isinstance(entry, Mapping) and isinstance(source := entry.get("source"), str):
+            sources[name] = source
+    return sources
+
+
 def _number(value: object) -> float | None:
     """``value`` if it is a finite number, or None for anything else in JSON."""
     with suppress(OverflowError):

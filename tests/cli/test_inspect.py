@@ -106,6 +106,14 @@ def test_everything_that_mpu_makes_can_be_inspected(mpu: Callable, root: Path) -
     assert planned["sent"] == sum(line["bytes"] for line in log if line["step"] == "publish")
     mpu("eval", "base", "--benchmark", "qa", "--metrics", "forget_Q_A_Prob", cwd=root)
     mpu("unlearn", "base", *BRIEF, cwd=root)
+    delta = ("--delta", "deltas/base.safetensors", "--out", "delta.json")
+    evaluated = mpu("eval", "base", "--benchmark", "qa", "--metrics", "forget_Q_A_Prob", *delta, cwd=root)
+    assert "base with deltas/base.safetensors on qa" in " ".join(evaluated.out.split())
+    described = mpu("inspect", "delta.json", "--json", cwd=root).json
+    assert (described["model"], described["delta"]) == ("base", "deltas/base.safetensors")
+    compared = mpu("compare", "eval.json", "delta.json", cwd=root)
+    assert "different deltas (eval: none; delta: deltas/base.safetensors)" in compared.err
+    assert "not directly comparable" not in compared.err
     (root / "grid").mkdir()
     (root / "grid/results.jsonl").write_text('{"name": "1"}\n')
     (root / "grid/sweep.json").write_text('{"experiments": ["1", "2"]}')

@@ -56,6 +56,7 @@ class Compare(Command):
 
     def run(self, observer: Observer = SILENT) -> Comparison:
         from mpu_cli.measuring.results import chosen_metrics, differences, main_metrics, read_results
+        from mpu_cli.measuring.retain import sources_in
 
         if self.out and self.out.suffix not in SUFFIXES:
             raise UsageError(f"--out {self.out}: must end in {', '.join(SUFFIXES)}")
@@ -73,6 +74,10 @@ class Compare(Command):
             names = main_metrics(available)
         for sentence in differences(read):
             observer.warn(f"not directly comparable: {sentence}")
+        deltas = [sources_in(result.log.document).get("delta", "none") for result in read]
+        if len(set(deltas)) > 1:
+            pairs = zip(read, deltas, strict=True)
+            observer.note(f"different deltas ({'; '.join(f'{result.label}: {delta}' for result, delta in pairs)})")
         values = {name: [result.value(name) for result in read] for name in names}
         comparison = Comparison([result.label for result in read], values, _table(read, values))
         if self.out:
