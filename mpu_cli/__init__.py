@@ -48,4 +48,9 @@ def __getattr__(name: str) -> object:
     if name not in _COMMANDS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f"{__name__}.{_COMMANDS[name]}")
-    return getattr(module, name.capitalize()).call
+    function = globals()[name] = getattr(module, name.capitalize()).function(name)
+    return function
+
+
+def __dir__() -> list[str]:
+    return __all__

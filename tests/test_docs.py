@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import pickle
+import pydoc
 import re
 import runpy
 import shutil
@@ -99,13 +101,18 @@ def test_functions_have_their_signatures() -> None:
     for block in blocks:
         [function] = ast.parse(f"def {block.strip()}: ...").body
         assert isinstance(function, ast.FunctionDef)
-        command = getattr(mpu_cli, function.name).__self__
+        command = getattr(mpu_cli, function.name).__wrapped__.__self__
         names = [argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)]
         assert len(names) == 1 + len(declared_options(command))
         for name in set(names) - {"observer"}:
             with pytest.raises(UsageError) as caught:
                 command.of(**{name: object()})
             assert "unknown option" not in str(caught.value)
+    assert set(dir(mpu_cli)) == set(mpu_cli.__all__)
+    assert pickle.loads(pickle.dumps(mpu_cli.publish)) is mpu_cli.publish
+    help_text = pydoc.plain(pydoc.render_doc(mpu_cli.publish))
+    assert "publish(base, *, " in help_text
+    assert mpu_cli.publish.__doc__.splitlines()[0] in help_text
 
 
 @pytest.mark.slow

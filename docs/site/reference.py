@@ -4,17 +4,14 @@ prints the commands, ``… families`` and ``… metrics`` these."""
 from __future__ import annotations
 
 import inspect
-import keyword
 import textwrap
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 import mpu_cli
 from mpu_cli.cli.main import PANELS, application
 from mpu_cli.errors import MpuError
 from mpu_cli.model.family import CHANNELS, LAYER_AXES, MODEL_AXES, UNION, Family, names_of
-from mpu_cli.options.declare import Declaration, declared_options
 
 WIDTH = 118  # of lines of text
 CODE_WIDTH = 80  # of lines of code that a page shows without scrolling
@@ -62,30 +59,19 @@ def functions() -> str:
     """The commands as Python functions, each with its signature, Markdown."""
     sections = [FUNCTIONS_INTRODUCTION]
     for name in sorted(set(mpu_cli.__all__) - {"__version__", "results"}):
-        command = getattr(mpu_cli, name).__self__
-        declarations = declared_options(command).values()
-        parameters = [each.name for each in declarations if each.argument]
-        parameters += ["*", *map(_keyword, (each for each in declarations if not each.argument)), "observer"]
-        whole = (parameter.replace(" ", NO_BREAK) for parameter in parameters)
+        function = getattr(mpu_cli, name)
+        command, signature = function.__wrapped__.__self__, inspect.signature(function)
+        parameters = list(signature.parameters.values())
+        whole = [str(parameter).replace(" ", NO_BREAK) for parameter in parameters]
+        whole.insert(sum(parameter.kind == parameter.POSITIONAL_OR_KEYWORD for parameter in parameters), "*")
         lines = textwrap.wrap(
             ", ".join(whole), CODE_WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False
         )
-        result = inspect.signature(command.run).return_annotation
-        signature = "\n".join([f"{name}(", *lines, f") -> {result}"]).replace(NO_BREAK, " ")
-        text = inspect.cleandoc(command.__doc__).split("\n\n")[0]
+        code = "\n".join([f"{name}(", *lines, f") -> {signature.return_annotation}"]).replace(NO_BREAK, " ")
+        text = inspect.cleandoc(function.__doc__).split("\n\n")[0]
         page = f"[mpu {command.NAME}](../commands/{command.NAME}.md)"
-        sections.append(f"## {name}\n\n{text} Options: {page}.\n\n```python\n{signature}\n```\n")
+        sections.append(f"## {name}\n\n{text} Options: {page}.\n\n```python\n{code}\n```\n")
     return "\n".join(sections)
-
-
-def _keyword(declaration: Declaration) -> str:
-    """An option as a keyword, by the name that its flag has: run for run_name."""
-    flag = declaration.flag.split("/")[0].removeprefix("--").replace("-", "_")
-    name = declaration.name if declaration.fold or keyword.iskeyword(flag) else flag
-    if declaration.is_required:
-        return name
-    default = declaration.default
-    return f"{name}={str(default) if isinstance(default, Path) else default!r}"
 
 
 FAMILIES_INTRODUCTION = """# Families

@@ -7,10 +7,13 @@ everything else at the top, so that ``mpu --help`` is fast.
 
 from __future__ import annotations
 
+import inspect
+import keyword
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, fields
+from functools import wraps
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -111,6 +114,36 @@ class Command(Options, ABC):
         finally:
             observer.pause()
         return result
+
+    @classmethod
+    def function(cls, name: str) -> Callable[..., Any]:
+        """``call`` as a function of this name, with the command's help and signature."""
+
+        @wraps(cls.call)
+        def call(*arguments: object, **keywords: object) -> Any:
+            return cls.call(*arguments, **keywords)  # type: ignore[arg-type]
+
+        call.__name__ = call.__qualname__ = name
+        call.__module__, call.__doc__ = "mpu_cli", cls.__doc__
+        call.__signature__ = cls.signature()  # type: ignore[attr-defined]
+        return call
+
+    @classmethod
+    def signature(cls) -> inspect.Signature:
+        """The command's arguments, by position too, and its options as keywords."""
+        parameters = []
+        for each in declared_options(cast(Any, cls)).values():
+            flag = each.flag.split("/")[0].removeprefix("--").replace("-", "_")  # run for run_name
+            parameters.append(
+                inspect.Parameter(
+                    each.name if each.argument or each.fold or keyword.iskeyword(flag) else flag,
+                    inspect.Parameter.POSITIONAL_OR_KEYWORD if each.argument else inspect.Parameter.KEYWORD_ONLY,
+                    default=inspect.Parameter.empty if each.is_required else _text(each.default),
+                )
+            )
+        parameters.append(inspect.Parameter("observer", inspect.Parameter.KEYWORD_ONLY, default=None))
+        parameters.sort(key=lambda parameter: parameter.kind)
+        return inspect.Signature(parameters, return_annotation=inspect.signature(cls.run).return_annotation)
 
 
 def _text(value: object) -> object:
