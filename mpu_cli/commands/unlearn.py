@@ -22,7 +22,7 @@ from mpu_cli.files.manifest import (
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, IDENTITY, Command, Preview, Report, paths_from
-from mpu_cli.options.declare import group, option
+from mpu_cli.options.declare import flags_set, group, option
 from mpu_cli.options.unlearning import Checks, Goal, Logging, Records, Stopping, Unlearning
 from mpu_cli.plugins import extension
 from mpu_cli.subprocesses import process_count
@@ -281,10 +281,14 @@ class Unlearn(Command):
             data = hold_out(data, self.goal.held_out)
             if self.goal.unseen:
                 data = with_unseen(data, self.goal.unseen, options.records.reading, observer)
-        elif self.stopping != Stopping() or self.goal != Goal() or self.round_schedule:
+        elif flags := [
+            *flags_set(self, self.goal, self.stopping),
+            *(["--round-schedule"] if self.round_schedule else []),
+        ]:
+            fixing = [flag for flag in flags_set(self, self.unlearning) if flag in ("--epochs", "--dp epsilon")]
             raise UsageError(
-                "--max-steps, --unseen, --goal and --round-schedule are for a training that stops when it is done",
-                "leave out --epochs and --dp epsilon, and use one process",
+                f"{', '.join(flags)}: only for a training that stops when it is done",
+                f"leave out {' and '.join(fixing)}" if fixing else "use one process",
             )
         targets = self._targets(copies)
         sources = [source_of(options, data.forget)]

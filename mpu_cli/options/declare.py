@@ -435,6 +435,13 @@ def _parsed(declaration: Declaration, text: str) -> object:
     return text
 
 
+def flags_set(command: Options, *groups: Options) -> list[str]:
+    """The flags in ``command`` of the options of these ``groups`` that differ from the defaults."""
+    declarations = declared_options(cast(AnyClass, type(command)))
+    values = {name: value for group in groups for name, value in flat(group).items()}
+    return [declarations[name].flag for name, value in values.items() if value != declarations[name].default]
+
+
 def as_arguments(options: Options, without: Collection[str] = (), *, of: AnyClass = None) -> list[str]:
     """The ``options`` that differ from the defaults, as on the command line, except those ``without``; ``of``: those
     that this other group has, as on its command line."""

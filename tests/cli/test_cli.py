@@ -406,6 +406,12 @@ def test_records_that_are_none(mpu, tmp_path, content, complaint):
         (["--training", "attention=flash_attention_2"], "--precision bfloat16", 2),
         (["--constants", "beta=0"], "--constants beta", 2),
         (["--epochs", "0"], "--epochs", 2),
+        (["--epochs", "1", "--unseen", "u"], "error: --unseen: only for a training that stops when it is done", 2),
+        (
+            ["--dp", "epsilon=4", "--goal", "max_left=0.1", "--max-steps", "3"],
+            "error: --goal max_left, --max-steps:",
+            2,
+        ),
         (["--batch-size", "0"], "--batch-size", 2),
         (["--training", "weight_decay=inf"], "--training weight_decay", 2),
         (["--algo", "wish"], "--algo", 2),

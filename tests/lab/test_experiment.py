@@ -768,7 +768,8 @@ class TestUntilPass:
             assert torch.equal(tensor, weights[name])
         mpu(*run, "--kappa", 0.02, cwd=tmp_path, fails="holds a different experiment")
         fixed = ("--epochs", 1, "--goal", "max_left=0.1")
-        mpu("run", demo.model, *records, *fixed, cwd=tmp_path, refused="stops when it is done", status=2)
+        hint = mpu("run", demo.model, *records, *fixed, cwd=tmp_path, refused="--goal max_left: only for", status=2).err
+        assert hint.endswith("leave out --epochs\n")
 
     def test_what_no_command_has_is_refused(self, mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
         """And not ignored."""

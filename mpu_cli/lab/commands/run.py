@@ -10,7 +10,7 @@ from mpu_cli.errors import UsageError
 from mpu_cli.lab.options.experiment import UNLEARN, Experiment
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
-from mpu_cli.options.declare import group, option
+from mpu_cli.options.declare import flags_set, group, option
 from mpu_cli.options.unlearning import Goal, Stopping
 from mpu_cli.wording import counted, in_bytes
 
@@ -63,10 +63,13 @@ class Run(Command):
         return Report([request.model], document, status=0 if request.passed else 1)
 
     def _check_goal(self) -> None:
-        if not self.experiment.stops_when_done and (self.goal, self.stopping) != (Goal(), Stopping()):
+        flags = flags_set(self, self.goal, self.stopping)
+        if flags and not self.experiment.stops_when_done:
+            fixing = ("--epochs", "--mode", "--launch", "--unlearn dp_epsilon")
+            given = [flag for flag in flags_set(self, self.experiment) if flag in fixing]
             raise UsageError(
-                "--goal, --unseen and --unlearn max_steps are for a training that stops when it is done",
-                "leave out --epochs, --mode, --launch and --unlearn dp_epsilon",
+                f"{', '.join(flags)}: only for a training that stops when it is done",
+                f"leave out {' and '.join(given)}",
             )
 
     def preview(self, observer: Observer) -> Report:
