@@ -103,6 +103,7 @@ class ThroughSubmitit:
             self._executor.update_parameters(**parameters)
         except (NameError, TypeError, ValueError) as error:
             raise UsageError(f"--launcher-options: {str(error).splitlines()[0]}") from error
+        self.logs, self.is_local = self._executor.folder, self._executor.cluster == "local"
         self._jobs: list[submitit.Job[Ended]] = []
         self._failed = submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError
 

@@ -471,11 +471,17 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         options = ("sweep", "grid.toml", "--set", "algo=npo", "--set", "kappa=0.1", "--json")
         here = mpu(*options, "--out", "here", cwd=root).json
         cluster = ("--launcher", launcher, "--launcher-options", parameters, "--jobs", 2)
-        jobs = mpu(*options, "--out", "cluster", *cluster, cwd=root).json
+        outcome = mpu(*options, "--out", "cluster", *cluster, cwd=root)
+        jobs, planned = outcome.json, mpu(*options, "--out", "planned", *cluster, "--dry-run", cwd=root)
+        for text in (outcome.err, planned.err):  # SLURM is not installed where tests run
+            assert ("experiments run as processes of this machine" in text) is (launcher == "submitit")
+        assert not (root / "planned").exists()
         assert [line["name"] for line in jobs] == ["clean", "mpu"]
         assert jobs[0]["metrics"] == pytest.approx(here[0]["metrics"], rel=1e-4)  # of clean: the other has secret noise
         assert jobs[1]["metrics"].keys() == here[1]["metrics"].keys()
-        assert len(list((root / "cluster").glob("jobs-*/*_log.out"))) == (2 if launcher == "submitit" else 0)
+        folders = re.findall(r"^(\S+): logs of the jobs$", outcome.err, re.M)
+        assert len(folders) == (launcher == "submitit")
+        assert sum(len(list((root / folder).glob("*_log.out"))) for folder in folders) == 2 * len(folders)
         failed = mpu(*options, "--set", "lr=1e30", "--out", "bad", *cluster, cwd=root, check=False)
         assert "2 of 2 experiments failed" in failed.err
         assert "diverged" in failed.err

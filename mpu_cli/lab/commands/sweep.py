@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mpu_cli.errors import MpuError, UsageError
@@ -84,7 +85,7 @@ class Sweep(Command):
     def run(self, observer: Observer = SILENT) -> Swept | dict[str, Any]:
         """All results; of one ``cell``, which a process of its own plays, its line."""
         from mpu_cli.lab.report import LITERATURE, published_results
-        from mpu_cli.lab.sweep import play, sweep, sweep_metric_names
+        from mpu_cli.lab.sweep import ThroughSubmitit, play, sweep, sweep_metric_names
         from mpu_cli.measuring.results import chosen_metrics
 
         cells = self._cells()
@@ -95,7 +96,10 @@ class Sweep(Command):
             return play(selected, self._folder, observer)
         if self.metrics is not None:
             chosen_metrics(self.metrics, sweep_metric_names(cells))  # before hours of training
-        lines, failed = sweep(cells, self._folder, observer, self._jobs())
+        jobs = self._jobs(self._folder, observer)
+        if jobs and isinstance(jobs.launcher, ThroughSubmitit):
+            observer.note(f"{jobs.launcher.logs}: logs of the jobs")
+        lines, failed = sweep(cells, self._folder, observer, jobs)
         fields = {name for line in lines for name in line} | {"mode"}
         algorithms = {str(each.experiment.unlearning.algo) for each in cells}
         published = []  # others' results with the algorithms of this sweep, and the options that it has, too
@@ -145,7 +149,8 @@ class Sweep(Command):
         from mpu_cli.measuring.results import chosen_metrics
 
         cells = self._cells()
-        self._jobs()  # raises for a cluster that cannot be used
+        with TemporaryDirectory() as scratch:  # submitit makes its folder at once
+            self._jobs(Path(scratch), observer)  # raises for a cluster that cannot be used
         published_results(self.file, sorted({cell.experiment.base for cell in cells}))  # raises for what is not there
         for warning in preview(cells):
             observer.warn(warning)
@@ -177,8 +182,9 @@ class Sweep(Command):
         ]
         return Report([cell.name for cell in cells], document)
 
-    def _jobs(self) -> Jobs | None:
-        """The jobs that run cells in processes of their own; None to run one after the other in this one."""
+    def _jobs(self, folder: Path, observer: Observer) -> Jobs | None:
+        """The jobs that run cells in processes of their own, with their logs in ``folder``; None to run one after the
+        other in this one."""
         from mpu_cli.lab.sweep import Jobs, OnThisMachine, ThroughRay, ThroughSubmitit
 
         if self.launcher_options and self.launcher == "local":
@@ -188,7 +194,9 @@ class Sweep(Command):
         parameters = _named_values(names_in(self.launcher_options), "--launcher-options")
         launcher: OnThisMachine | ThroughSubmitit | ThroughRay
         if self.launcher == "submitit":
-            launcher = ThroughSubmitit(self._folder, parameters)
+            launcher = ThroughSubmitit(folder, parameters)
+            if launcher.is_local:
+                observer.note("--launcher submitit: no SLURM here, so experiments run as processes of this machine")
         elif self.launcher == "ray":
             launcher = ThroughRay(parameters)
         elif self.jobs > 1:
