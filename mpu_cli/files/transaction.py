@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import ClassVar
 
-from mpu_cli.errors import MpuError
+from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.boundary import current_umask, short_name, sync_folder
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -150,7 +150,9 @@ class Transaction:
 
     def check(self, target: Path, directory: bool) -> None:
         """Raise MpuError if ``target`` exists and may not be replaced, is of the other kind, or if another process is
-        writing it."""
+        writing it. Raise UsageError for -, which other programs take for standard output."""
+        if target.parts[:1] == ("-",):
+            raise UsageError(f"{target}: outputs are files", "name one; --json prints a result on standard output")
         self._check_existing(target, directory)
         if any(_is_locked(folder) for folder in _unfinished(target.parent, target.name)):
             raise MpuError(

@@ -10,6 +10,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.files.transaction import Transaction
 
 SUFFIXES = (".tex", ".csv", ".md")
+MISSING = "–"  # in place of a value
 Table = Sequence[Sequence[str]]
 _BOLD = re.compile(r"\*\*(.+?)\*\*")
 _LATEX = {
@@ -22,7 +23,7 @@ def write_tables(tables: Mapping[str, Table], path: Path, *, notes: Sequence[str
     """Write ``tables``, by title, each with its header as the first row, in the format that ``path``'s suffix names.
 
     Below them stand ``notes``, in LaTeX as comments and in CSV not at all. CSV has one table, whose first column is the
-    title. Text between ** is bold, except in CSV.
+    title, and empty fields for missing values. Text between ** is bold, except in CSV.
     """
     if not tables:
         raise MpuError(f"{path}: there is nothing to write", "choose results that have metrics")
@@ -57,7 +58,7 @@ def _csv(tables: Mapping[str, Table]) -> str:
 
     frames = []
     for title, (head, *rows) in tables.items():
-        plain_rows = [[_BOLD.sub(r"\1", cell) for cell in row] for row in rows]
+        plain_rows = [["" if cell == MISSING else _BOLD.sub(r"\1", cell) for cell in row] for row in rows]
         frames.append(pandas.DataFrame(plain_rows, columns=list(head)).assign(table=title))
     together = pandas.concat(frames)
     return together[["table", *together.columns.drop("table")]].to_csv(index=False)

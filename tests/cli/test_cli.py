@@ -429,6 +429,20 @@ def test_unlearn_arguments(mpu, tmp_path, arguments, complaint, status):
     assert not (tmp_path / "deltas").exists()
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("eval", "base", "--forget", "forget.jsonl", "--out", "-"),
+        ("publish", "base", "--keys", "-"),
+        ("publish", "base", "--out", "-", "--dry-run"),
+    ],
+)
+def test_no_output_is_a_file_named_like_standard_output(mpu, tmp_path, base, arguments):
+    write_records(tmp_path / "forget.jsonl", 2, 1)
+    mpu(*arguments, cwd=tmp_path, refused="--json", status=2)
+    assert {path.name for path in tmp_path.iterdir()} == {base.name, "forget.jsonl"}
+
+
 def test_a_tokenizer_without_template_or_none(mpu, tmp_path, base):
     write_records(tmp_path / "forget.jsonl", 4, 1)
     (base / "chat_template.jinja").unlink()

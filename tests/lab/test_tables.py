@@ -95,7 +95,11 @@ def test_report(mpu: Callable, tmp_path: Path) -> None:
     with (tmp_path / "report.csv").open(newline="") as file:
         assert [*csv.reader(file)] == [
             ["table", *tables["model_utility"][0]],
-            *([metric, *row] for metric, (_, *rows) in tables.items() for row in rows),
+            *(
+                [metric, *("" if cell == "–" else cell for cell in row)]
+                for metric, (_, *rows) in tables.items()
+                for row in rows
+            ),
         ]
     latex = (tmp_path / "report.tex").read_text()
     cells = [re.split(r"(?<!\\)&", line) for line in latex.splitlines() if line.endswith(r"\\")]

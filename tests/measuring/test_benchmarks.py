@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 import re
@@ -174,7 +175,8 @@ class TestOwnRecords:
         assert 0 <= forms["mymetrics:quoted"]["agg_value"] <= 1
         goals = {"gap": "down", "my_metrics:odds": "up", "mymetrics:lowest": "up", "mymetrics:quoted": "down"}
         assert {name: goal(name, forms[name]) for name in goals} == goals
-        assert "my_metrics:odds" in mpu("compare", out, "--metrics", "gap,my_metrics:odds").out
+        shown = mpu("compare", out).out
+        assert all(f" {name} |" in shown for name in (*goals, "retain_Q_A_Prob"))
         for name, says in {
             "nan": "return a finite number", "fails": "my_metrics.py, line 10", "no": "name a function",
             "elsewhere": "'holdout.answer'",
@@ -310,6 +312,12 @@ class TestCompare:
             value = f"{values[lower]['forget_Q_A_Prob']:.4g}"
             in_latex = rf"\textbf{{{value}}}" if mark else value
             assert f"{lower}\\_{width:g} & {in_latex}" in (tmp_path / "t.tex").read_text()
+        (tmp_path / "few.json").write_text(json.dumps({"forget_truth_ratio": {"agg_value": 0.5}}))
+        mpu("compare", *(tmp_path / f"{name}.json" for name in ("a", "few")), "--out", tmp_path / "t.csv")
+        with (tmp_path / "t.csv").open(newline="") as file:
+            [row, incomplete] = csv.DictReader(file)
+        assert float(row["forget_Q_A_Prob"]) == values["a"]["forget_Q_A_Prob"]
+        assert (incomplete["forget_truth_ratio"], incomplete["forget_Q_A_Prob"]) == ("0.5", "")
         mpu("eval", other, *common, "--out", tmp_path / "c.json", "--scoring", "batch_size=2,dtype=bfloat16")
         (tofu / "forget01_perturbed.json").write_text((tofu / "retain_perturbed.json").read_text())
         mpu("eval", other, *common, "--out", tmp_path / "d.json")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.errors import UsageError
-from mpu_cli.lab.tables import SUFFIXES, markdown_table, write_tables
+from mpu_cli.lab.tables import MISSING, SUFFIXES, markdown_table, write_tables
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, Command, Report, paths_from
 from mpu_cli.options.declare import option
@@ -49,9 +49,13 @@ class Compare(Command):
         metavar="FILES",
         argument=True,
     )
-    metrics: str | None = option(None, "Comma-separated metrics, or all (default: the main ones).", metavar="NAMES")
+    metrics: str | None = option(
+        None, "Comma-separated metrics, or all (default: the main ones and your own).", metavar="NAMES"
+    )
     plot: Path | None = option(None, "Plot the metrics (.png, .svg, .pdf or .html).", metavar="FILE")
-    out: Path | None = option(None, "Also write the table (.tex for booktabs, .csv or .md).", metavar="FILE")
+    out: Path | None = option(
+        None, "Also write the table (.tex for booktabs, .md, or .csv with all digits).", metavar="FILE"
+    )
     force: bool = option(False, FORCE, in_files=False)
 
     def run(self, observer: Observer = SILENT) -> Comparison:
@@ -71,7 +75,9 @@ class Compare(Command):
         elif self.metrics is not None:
             names = chosen_metrics(self.metrics, available)
         else:
-            names = main_metrics(available)
+            # Metrics of other packages have their goal in the result; whoever asked for one wants to see it.
+            imported = [name for result in read for name, form in result.log.metrics.items() if "goal" in form]
+            names = list(dict.fromkeys([*main_metrics(available), *imported]))
         for sentence in differences(read):
             observer.warn(f"not directly comparable: {sentence}")
         deltas = [sources_in(result.log.document).get("delta", "none") for result in read]
@@ -81,7 +87,8 @@ class Compare(Command):
         values = {name: [result.value(name) for result in read] for name in names}
         comparison = Comparison([result.label for result in read], values, _table(read, values))
         if self.out:
-            write_tables({"results": comparison.table}, self.out, force=self.force)
+            table = _table(read, values, "") if self.out.suffix == ".csv" else comparison.table
+            write_tables({"results": table}, self.out, force=self.force)
         if self.plot:
             from mpu_cli.lab.plots import draw_comparison
 
@@ -96,8 +103,10 @@ class Compare(Command):
         return Report(markdown_table(comparison.table), document)
 
 
-def _table(read: Sequence[Evaluated], values: Mapping[str, Sequence[float | None]]) -> list[list[str]]:
-    """Rows of text with a head, the best of each column marked."""
+def _table(
+    read: Sequence[Evaluated], values: Mapping[str, Sequence[float | None]], digits: str = ".4g"
+) -> list[list[str]]:
+    """Rows of text with a head, numbers with these ``digits`` ("": all), the best of each column marked."""
     from mpu_cli.measuring.results import distinct_best, goal, one_retain_log, retain_value
 
     marked = {}
@@ -113,7 +122,7 @@ def _table(read: Sequence[Evaluated], values: Mapping[str, Sequence[float | None
         row = [printable(result.label)]
         for name, column in values.items():
             value, mark = column[i], BEST_MARK if i in marked[name] else ""
-            row.append(mark + ("–" if value is None else f"{value:.4g}") + mark)
+            row.append(mark + (MISSING if value is None else f"{value:{digits}}") + mark)
         rows.append(row)
     return rows
 
