@@ -348,13 +348,7 @@ def sweep(
         _benchmark(cell)
     _write_plan(folder, cells)
     cells = [_with_retain_log(cell, folder, observer) for cell in cells]
-    results = folder / RESULTS
-    stored_lines = {str(line["name"]): line for line in read_lines(results, "remove it to run every experiment again")}
-    done = {
-        cell.name: stored_lines[cell.name]
-        for cell in cells
-        if stored_lines.get(cell.name, {}).get("digest") == _digest(cell)
-    }
+    done = finished(cells, folder)
     failed: dict[str, MpuError] = {}
     lock = Lock()
 
@@ -368,7 +362,7 @@ def sweep(
             return
         with lock:
             done[cell.name] = line
-            append_line(results, line)
+            append_line(folder / RESULTS, line)
 
     todo = [(number, cell) for number, cell in enumerate(cells, 1) if cell.name not in done]
     if not jobs:
@@ -385,6 +379,15 @@ def sweep(
                 jobs.launcher.stop()
                 raise
     return [done[cell.name] for cell in cells if cell.name in done], failed
+
+
+def finished(cells: Sequence[Cell], folder: Path) -> dict[str, dict[str, Any]]:
+    """The lines of the cells that have a result in ``folder``, by name."""
+    lines = {
+        str(line["name"]): line for line in read_lines(folder / RESULTS, "remove it to run every experiment again")
+    }
+    digests = {cell.name: _digest(_named_retain_log(cell, folder)) for cell in cells}
+    return {name: lines[name] for name, digest in digests.items() if lines.get(name, {}).get("digest") == digest}
 
 
 def _write_plan(folder: Path, cells: Sequence[Cell]) -> None:
@@ -497,12 +500,23 @@ def _before(cell: Cell, folder: Path, observer: Observer) -> dict[str, Any]:
         return _evaluate(Path(cell.experiment.base), cell, out, PrefixedObserver(observer, BEFORE))
 
 
+def _named_retain_log(cell: Cell, folder: Path) -> Cell:
+    """``cell`` with the log of its retain model, which may have to be made."""
+    model = cell.evaluation.get(RETAIN_MODEL)
+    if model is None:
+        return cell
+    log = folder / f"retain-{_short_digest([model, flat(cell.measuring)])}.json"
+    evaluation = {name: value for name, value in cell.evaluation.items() if name != RETAIN_MODEL}
+    return replace(cell, evaluation={**evaluation, "retain_log": str(log)})
+
+
 def _with_retain_log(cell: Cell, folder: Path, observer: Observer) -> Cell:
     """``cell`` with the log of its retain model, measured now unless ``folder`` has it."""
     model = cell.evaluation.get(RETAIN_MODEL)
     if model is None:
         return cell
-    log = folder / f"retain-{_short_digest([model, flat(cell.measuring)])}.json"
+    with_log = _named_retain_log(cell, folder)
+    log = Path(str(with_log.evaluation["retain_log"]))
     if not log.exists():
         observer.note(f"measuring {model}, the retain model")
         benchmark = benchmark_of(cell.measuring, None)
@@ -512,8 +526,7 @@ def _with_retain_log(cell: Cell, folder: Path, observer: Observer) -> Cell:
             names = tuple(name for name in (*names, *logged) if name != FORGET_QUALITY)
         options = replace(cell.measuring, metrics=names)
         evaluate(open_model(str(model)), benchmark, options, out=log, observer=observer)
-    evaluation = {name: value for name, value in cell.evaluation.items() if name != RETAIN_MODEL}
-    return replace(cell, evaluation={**evaluation, "retain_log": str(log)})
+    return with_log
 
 
 def sweep_metric_names(cells: Sequence[Cell]) -> list[str]:

@@ -389,6 +389,10 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
             assert frame.loc[line["name"], "before.forget_Q_A_Prob"] == line["before"]["forget_Q_A_Prob"]
         before = (root / "grid/results.jsonl").read_text().splitlines()
         (root / "grid/results.jsonl").write_text("\n".join(before[:-1]) + '\n{"name": "npo-mpu-0')
+        planned = mpu("sweep", "grid.toml", "--dry-run", "--json", cwd=root)
+        assert [line["name"] for line in planned.json if not line["done"]] == ["npo-mpu-0.1"]
+        assert "6 experiments, of which 5 done" in planned.err
+        assert f"in all as long as {planned.json[-1]['steps']} steps" in planned.err
         said = mpu("sweep", "grid.toml", "--metrics", "forget_Q_A_Prob", cwd=root)
         assert [line for line in said.err.splitlines() if " of 6: " in line] == ["6 of 6: npo-mpu-0.1"]
         assert len((root / "grid/results.jsonl").read_text().splitlines()) == 6
@@ -441,6 +445,9 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
                 parallel_line["metrics"]["forget_Q_A_Prob"], rel=1e-2
             )
         assert len(list((root / "alone").glob("retain-*.json"))) == 1
+        for out, done in (("alone", True), ("new", False)):
+            planned = mpu(*options, "--out", out, "--dry-run", "--json", cwd=root).json
+            assert [line["done"] for line in planned] == [done, done]
         table = mpu(*options, "--out", "alone", cwd=root).out.splitlines()
         distances = "mpu: % from clean | mpu: % of clean's change"
         assert table[2] == f"| retain model | before | clean | mpu | published: us | {distances} |"

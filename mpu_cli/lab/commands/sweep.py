@@ -41,7 +41,7 @@ class Sweep(Command):
 
     NAME: ClassVar[str] = "sweep"
     EXAMPLE: ClassVar[str] = "mpu sweep grid.toml --metrics model_utility,forget_truth_ratio"
-    DRY_RUN: ClassVar[str] = "Only list the experiments and what they cost."
+    DRY_RUN: ClassVar[str] = "Only list the experiments, which of them are done, and what the others cost."
 
     file: Path = option(
         ..., "TOML: options of run, with lists for axes; see docs/measuring.md.", metavar="FILE", argument=True
@@ -145,7 +145,7 @@ class Sweep(Command):
         """The experiments, what passes between the parties, and how many steps are trained."""
         from mpu_cli.lab.report import published_results
         from mpu_cli.lab.rounds import costs_of
-        from mpu_cli.lab.sweep import preview, sweep_metric_names
+        from mpu_cli.lab.sweep import finished, preview, sweep_metric_names
         from mpu_cli.measuring.results import chosen_metrics
 
         cells = self._cells()
@@ -156,19 +156,25 @@ class Sweep(Command):
             observer.warn(warning)
         if self.metrics is not None:
             chosen_metrics(self.metrics, sweep_metric_names(cells))
-        costs = costs_of([cell.experiment for cell in cells])
-        rows = []
-        for cell, cost in zip(cells, costs, strict=True):
-            amounts = ["–", "–", "–"]
-            if cost:
+        done = finished(cells, self._folder)
+        todo = [cell for cell in cells if cell.name not in done]
+        costs = dict(zip([cell.name for cell in todo], costs_of([cell.experiment for cell in todo]), strict=True))
+        rows, document = [], []
+        for cell in cells:
+            amounts = ["–", "–", "done" if cell.name in done else "–"]
+            if cost := costs.get(cell.name):
                 amounts = [in_bytes(cost.sent), in_bytes(cost.returned), f"{cost.steps:,}"]
             rows.append([cell.name, *amounts])
+            document.append(
+                {"name": cell.name, **cell.varied, "done": cell.name in done, **(asdict(cost) if cost else {})}
+            )
         columns = ["", "sent to the client", "returned", "steps of training"]
-        observer.table(counted(len(cells), "experiment"), columns, rows)
-        known = [cost for cost in costs if cost]
-        if len(known) < len(cells):
+        title = counted(len(cells), "experiment") + (f", of which {len(done)} done" if done else "")
+        observer.table(title, columns, rows)
+        known = [cost for cost in costs.values() if cost]
+        if len(known) < len(todo):
             observer.note(
-                f"the cost of {len(cells) - len(known)} is not known: their models or records are not on this machine"
+                f"the cost of {len(todo) - len(known)} is not known: their models or records are not on this machine"
             )
         for base in sorted({cell.experiment.base for cell in cells}):
             if not Path(base).exists():
@@ -176,10 +182,6 @@ class Sweep(Command):
         if known:
             steps = sum(cost.steps for cost in known)
             observer.note(f"in all as long as {counted(steps, 'step')} of training; evaluation comes on top")
-        document = [
-            {"name": cell.name, **cell.varied, **(asdict(cost) if cost else {})}
-            for cell, cost in zip(cells, costs, strict=True)
-        ]
         return Report([cell.name for cell in cells], document)
 
     def _jobs(self, folder: Path, observer: Observer) -> Jobs | None:
