@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import torch
 from transformers import PreTrainedModel
 
 from mpu_cli.errors import Diverged, MpuError, UsageError
-from mpu_cli.files.manifest import MANIFEST_NAME
+from mpu_cli.files.manifest import MANIFEST_NAME, read_model_manifest
 from mpu_cli.files.reader import Checkpoint, all_finite, quoted_list
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import CheckpointWriter
@@ -117,7 +118,10 @@ def finetune(
         lost = _write(loaded, model.checkpoint, target)
         if behind := carry_small_files(model, target):
             observer.note(f"{model.folder}: the result does not get {quoted_list(behind)}")
-        (target / MANIFEST_NAME).write_text(json.dumps({"format": "mpu-model"}) + "\n", encoding="utf-8")
+        if read_model_manifest(model.folder):  # the model of a round, repaired, is still that round's
+            shutil.copyfile(model.folder / MANIFEST_NAME, target / MANIFEST_NAME)
+        else:
+            (target / MANIFEST_NAME).write_text(json.dumps({"format": "mpu-model"}) + "\n", encoding="utf-8")
     return Finetuned(out, losses, lost)
 
 

@@ -635,6 +635,17 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         assert not (root / "grid").exists()
 
 
+def test_a_repaired_model_is_still_of_its_round(mpu: Callable, root: Path) -> None:
+    """What the server teaches an unlearned model again is published as the next round, which the client checks."""
+    mpu("publish", "base", "--copies", 1, "--kappa", 0, cwd=root)
+    mpu("unlearn", "copy_1", "--forget", "forget.jsonl", "--retain", "retain.jsonl", "--max-steps", 2, cwd=root)
+    mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=root)
+    mpu("finetune", "unlearned", "--data", "retain.jsonl", "--epochs", 1, "--out", "repaired", cwd=root)
+    assert distance(tensors(root / "repaired"), tensors(root / "unlearned")) > 0
+    mpu("publish", "repaired", "--kappa", 0, cwd=root)
+    assert mpu("check", "round_2/copy_1", "--json", cwd=root, check=False).json["verdict"]
+
+
 @pytest.mark.slow
 def test_finetune_learns(mpu: Callable, root: Path) -> None:
     mpu("finetune", "base", "--data", "forget.jsonl", "--data", "retain.jsonl", "--epochs", 30, "--lr", 3e-3,
