@@ -234,6 +234,16 @@ def test_functions_take_the_options_of_their_commands(tmp_path: Path, capfd: pyt
 
 
 @pytest.mark.slow
+def test_small_models_without_the_hub(tmp_path: Path) -> None:
+    """The error names options that the script has."""
+    command = [sys.executable, ROOT / "examples/small/make.py", "models"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "--data-dir FOLDER" in done.stderr.splitlines()[-1]
+
+
+@pytest.mark.slow
 def test_results_are_a_data_frame(tmp_path: Path, demo: DemoModel) -> None:
     """A row for each result in a folder, with the values of its metrics, as ``compare`` has them."""
     records = {"forget": demo.forget, "retain": demo.retain, "metrics": "forget_Q_A_Prob,retain_Q_A_Prob"}

@@ -5,6 +5,8 @@ python examples/small/make.py models
 writes models/pretrained (public text, and general questions), models/full (from it, 800 records of TOFU: those that
 retain_perturbed asks about, and forget10), and models/retain99 and models/retain90, which never saw forget01 or
 forget10. Their records lie in models/records. TOFU and the text come from the Hub, or from --data-dir and --text.
+Models that are there are kept, so that the command resumes where it was interrupted. --epochs 1 5 is quick, to see
+whether everything runs; such models know little.
 mpu sweep examples/paper/pum_main_comparison.toml --with examples/paper/small.toml makes one of the paper's tables of
 them. The models that were measured were trained on other text and not by this script, so their numbers differ. Ask
 what a model knows before you use it (mpu eval models/full --forget models/records/full.jsonl): if not all, raise
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -24,10 +27,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import mpu_cli
 from mpu_cli.demo.model import train_tokenizer
+from mpu_cli.errors import MpuError
 from mpu_cli.options.unlearning import RecordFormat
 from mpu_cli.records.read import read_records
 
-TEXTS = 4000  # of the public text
+TEXTS, TOKENS = 4000, 256  # of the public text, and of each of them at most
 GENERAL = ("real_authors_perturbed", "world_facts_perturbed")
 AUTHORS, FORGET10 = slice(0, 400), slice(3600, 4000)  # of TOFU's 4,000 records
 LEFT_OUT = {"full": 0, "retain99": 40, "retain90": 400}  # records at the end that a model does not see
@@ -72,13 +76,15 @@ def main() -> None:
     texts = [{"text": record.answer} for record in islice(read_records(given.text), TEXTS)]
     general = [row for name in GENERAL for row in tofu(name)]
     public = [write(folder / "records/text.jsonl", texts), write(folder / "records/general.jsonl", general)]
-    make_untrained(folder / "untrained", [value for row in (*texts, *general, *records) for value in row.values()])
+    if not (folder / "pretrained").exists():
+        make_untrained(folder / "untrained", [value for row in (*texts, *general, *records) for value in row.values()])
 
     def finetune(start: str, name: str, data: Sequence[Path], epochs: int, rate: float) -> None:
-        mpu_cli.finetune(
-            folder / start, data=[str(path) for path in data], epochs=epochs, batch_size=16, lr=rate,
-            lr_scheduler="cosine", out=folder / name,
-        )  # fmt: skip
+        if not (folder / name).exists():
+            mpu_cli.finetune(
+                folder / start, data=[str(path) for path in data], epochs=epochs, batch_size=16, lr=rate,
+                lr_scheduler="cosine", max_length=TOKENS, out=folder / name,
+            )  # fmt: skip
         print(folder / name)
 
     finetune("untrained", "pretrained", public, epochs_of_text, 1e-3)
@@ -87,4 +93,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except MpuError as error:
+        sys.exit(f"{error.problem}\nwithout the Hub: --data-dir FOLDER, with TOFU's files, and --text FILE")
