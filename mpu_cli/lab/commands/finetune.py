@@ -1,4 +1,4 @@
-"""``mpu finetune``: target and retain models for experiments."""
+"""``mpu finetune``: target and retain models for experiments, and the repair of an unlearned one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Finetune(Command):
-    """Train MODEL on records: a target model on all of them, or a retain model on those not to be forgotten.
+    """Train MODEL on records: a target model on all of them, a retain model on those not to be forgotten, or an unlearned
+    model on records of yours that it should know again.
 
     Prints the path of the model.
     """
