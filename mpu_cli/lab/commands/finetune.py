@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Finetune(Command):
-    """Train MODEL on records: a target model on all of them, a retain model on those not to be forgotten, or an unlearned
-    model on records of yours that it should know again.
+    """Train MODEL on records: a target model on all of them, a retain model on those not to be forgotten, or an
+    unlearned model on records of yours that it should know again.
 
     Prints the path of the model.
     """
