@@ -41,9 +41,10 @@ def load_plugin(kind: str, name: str, flag: str, built_in: Collection[str]) -> o
         raise UsageError(f"{flag} {name}: {error}", "name a function of that module") from error
 
 
-def reporting_errors(label: str, function: Callable[..., Result]) -> Callable[..., Result]:
+def reporting_errors(label: str, function: Callable[..., Result], takes: str) -> Callable[..., Result]:
     """``function``, of somebody else's module, with whatever it raises as an MpuError that names ``label`` and the
-    line; memory that ran out is raised as it is, because a smaller part may not need it."""
+    line or, if it has other parameters, those that it has to take; memory that ran out is raised as it is, because a
+    smaller part may not need it."""
 
     @wraps(function)
     def call(*arguments: object) -> Result:
@@ -52,9 +53,13 @@ def reporting_errors(label: str, function: Callable[..., Result]) -> Callable[..
         except (Exception, SystemExit) as error:
             if isinstance(error, MpuError | MemoryError) or "memory" in str(error):
                 raise
-            last = extract_tb(error.__traceback__)[-1]
-            raise MpuError(
-                f"{label}: raised {type(error).__name__}: {error}", f"see {last.filename}, line {last.lineno}"
-            ) from error
+            _, *lines = extract_tb(error.__traceback__)
+            code = getattr(function, "__code__", None)
+            hint = f"it has to take ({takes})"
+            if lines:
+                hint = f"see {lines[-1].filename}, line {lines[-1].lineno}"
+            elif code:
+                hint += f": see {code.co_filename}, line {code.co_firstlineno}"
+            raise MpuError(f"{label}: raised {type(error).__name__}: {error}", hint) from error
 
     return call

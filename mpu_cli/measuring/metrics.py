@@ -69,13 +69,14 @@ def imported_metric(name: str, built_in: Collection[str], splits: Iterable[str])
     a function that computes the value from the ``SPLIT.answer`` findings of all ``splits``; more should be better."""
     label = f"--metrics {name}"
     imported = load_plugin("metric", name, "--metrics", built_in)
-    if not isinstance(imported, Metric):
-        if not callable(imported):
-            raise UsageError(f"{label}: neither a Metric nor a function that returns a number")
-        function: Callable[[Findings], object] = imported
-        answers = tuple(f"{split}.answer" for split in splits)
-        imported = Metric(answers, lambda findings, _: function(findings))  # type: ignore[arg-type,return-value]
-    metric, compute = imported, reporting_errors(label, imported.make)
+    if isinstance(imported, Metric):
+        metric, compute = imported, reporting_errors(label, imported.make, "findings, metrics")
+    elif callable(imported):
+        function: Callable[..., Any] = reporting_errors(label, imported, "findings")
+        compute = lambda findings, _: function(findings)  # noqa: E731
+        metric = Metric(tuple(f"{split}.answer" for split in splits), compute)
+    else:
+        raise UsageError(f"{label}: neither a Metric nor a function that returns a number")
 
     class NeededFindings(dict[str, Any]):
         def __missing__(self, key: str) -> object:

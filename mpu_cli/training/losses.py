@@ -323,18 +323,23 @@ def algorithm_named(name: str) -> Algorithm:
 
 
 def _checked(label: str, term: Callable[..., object]) -> Callable[..., torch.Tensor]:
-    """``term``, of somebody else's module: raises MpuError for whatever it raises, and if it does not return a
-    scalar."""
-    reported = reporting_errors(label, term)
+    """``term``, of somebody else's module: raises MpuError for whatever it raises, if it does not return a scalar, and
+    if the first one is not finite; later ones are not where the training diverges."""
+    reported = reporting_errors(label, term, "forget, alternate, constants")
+    is_first = True
 
     @wraps(term)
     def checked(*inputs: object) -> torch.Tensor:
+        nonlocal is_first
         value = reported(*inputs)
         if not isinstance(value, torch.Tensor) or value.ndim:
             returned = type(value).__name__
             if isinstance(value, torch.Tensor):
                 returned = f"a tensor of shape {list(value.shape)}"
             raise MpuError(f"{label}: returned {returned}", "return a tensor without dimensions, as token_mean does")
+        if is_first and not value.isfinite():
+            raise MpuError(f"{label}: returned {value.item()} in the first step", "return a finite loss")
+        is_first = False
         return value
 
     return checked

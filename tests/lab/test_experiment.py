@@ -367,6 +367,7 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         )  # fmt: skip
         assert done.returncode == 128 + signal.SIGINT
         assert 1 <= sum(" of 6: " in line for line in done.stderr.splitlines()) <= 2
+        assert "`mpu report grid` shows what is done so far" in done.stderr
 
     @pytest.mark.slow
     def test_grid(self, mpu: Callable, root: Path) -> None:

@@ -152,6 +152,7 @@ class TestOwnRecords:
             "elsewhere = Metric(('holdout.answer',), lambda findings, _: 1.0)\n"
             "def nan(findings):\n    return math.nan\n"
             "def fails(findings):\n    return findings['retain.answer'][9]\n"
+            "def two(findings, metrics):\n    return 1.0\n"
             "def generated(findings):\n    return len(findings['forget.text'])\n"
         )
         page = (ROOT / "docs/measuring.md").read_text(encoding="utf-8")
@@ -179,7 +180,7 @@ class TestOwnRecords:
         assert all(f" {name} |" in shown for name in (*goals, "retain_Q_A_Prob"))
         for name, says in {
             "nan": "return a finite number", "fails": "my_metrics.py, line 10", "no": "name a function",
-            "elsewhere": "'holdout.answer'",
+            "elsewhere": "'holdout.answer'", "two": "it has to take (findings): see",
             # even beside a metric that needs them
             "generated,forget_Q_A_ROUGE": "'forget.text', but is given forget.answer, retain.answer",
         }.items():  # fmt: skip

@@ -225,6 +225,7 @@ def test_an_algorithm_of_ones_own(
         "def number(forget, alternate, constants):\n    return 1.0\n"
         "def each(forget, alternate, constants):\n    return forget.log_probs\n"
         "def leaves(forget, alternate, constants):\n    raise SystemExit\n"
+        "def nan(forget, alternate, constants):\n    return forget.cross_entropy * float('nan')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     mpu("publish", demo.model, "--copies", 2, "--kappa", 0.001, cwd=tmp_path)
@@ -238,7 +239,9 @@ def test_an_algorithm_of_ones_own(
     private = mpu("unlearn", "copy_1", *records, "--algo", "ascent_of_mine:climb", "--dp", "epsilon=4",
                   "--out", "p.safetensors", check=False, cwd=tmp_path)  # fmt: skip
     assert "not a sum over single records" in private.err
-    for name, says in (("two", "raised TypeError"), ("number", "returned float"), ("each", "a tensor of shape"),
+    takes = f"it has to take (forget, alternate, constants): see {tmp_path / 'ascent_of_mine.py'}, line 3"
+    for name, says in (("two", "raised TypeError"), ("two", takes), ("number", "returned float"),
+                       ("each", "a tensor of shape"), ("nan", "ascent_of_mine:nan: returned nan in the first step"),
                        ("leaves", "raised SystemExit"), ("nothing", "name a function of that module")):  # fmt: skip
         wrong = ("--algo", f"ascent_of_mine:{name}", "--out", "w.safetensors")
         mpu("unlearn", "copy_1", *records, *wrong, fails=says, cwd=tmp_path)
