@@ -298,9 +298,9 @@ class Round:
         folder, run_file = self.folder / owner, self.settings.state / "round_1" / owner / "run"
         shutil.rmtree(folder, ignore_errors=True)  # of a publication that was interrupted
         folder.mkdir(parents=True)
-        run = ["--run", run_file.read_text().strip()] if run_file.exists() else []
+        run = run_file.read_text().strip() if run_file.exists() else ""
         mpu("publish", self.base, "--out", folder / "copies", "--keys", folder / "keys.partial", "--identity",
-            self.identity, "--round", self.number, *run, *self.settings.publish)  # fmt: skip
+            self.identity, "--run", f"{run}:{self.number}", *self.settings.publish)  # fmt: skip
         facts = json.loads((self.copies(owner)[0] / "mpu.json").read_text(encoding="utf-8"))
         (folder / "run").write_text(facts["run"] + "\n")
         (folder / "keys.partial").rename(self.keys(owner))

@@ -119,7 +119,7 @@ class TestPublished:
             ("--dp epsilon=100,delta=1e-10,sensitivity=1", "smaller ε"),
             ("--dp epsilon=1,delta=1e-5,sensitivity=1 --kappa 0.01", "leak them"),
             ("--dp epsilon=1,delta=1e-5,sensitivity=1 --seed 1", "guessed"),
-            ("--dp epsilon=1,delta=1e-5,sensitivity=1 --round 2", "--dp budget_rounds"),
+            ("--dp epsilon=1,delta=1e-5,sensitivity=1 --run :2", "--dp budget_rounds"),
         ],
     )
     def test_refuses(self, mpu: Callable, tmp_path: Path, base: Path, arguments: str, says: str) -> None:

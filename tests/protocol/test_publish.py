@@ -237,8 +237,8 @@ class TestPublish:
         printed = []
         for name, options in (("a", ()), ("b", ("--copies", 1, "--permanent-noise", 10))):
             out = tmp_path / name
-            printed.append(mpu("publish", base, "--public", public, *options, "--publish-again", "--out", out, "--keys",
-                               out / "keys.bin").err)  # fmt: skip
+            targets = ("--allow", "publish-again", "--out", out, "--keys", out / "keys.bin")
+            printed.append(mpu("publish", base, "--public", public, *options, *targets).err)
         assert ["limited to" in text for text in printed] == [True, False]
         assert ["probably ruins the copies" in text for text in printed] == [False, True]
 

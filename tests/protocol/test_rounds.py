@@ -288,4 +288,4 @@ def test_what_aggregate_says_is_next_can_be_pasted(mpu: Callable, root: Path, no
     if before.calibration and after.calibration:
         assert before.calibration.epsilon == after.calibration.epsilon
     assert "send round_2/copy_1" in published.err
-    assert "who runs `mpu check copy_1`" in published.err
+    assert "there it runs `mpu check round_2/copy_1`" in published.err
