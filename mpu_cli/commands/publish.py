@@ -241,13 +241,14 @@ class Publish(Command):
         """What else the folder that `publish` wrote holds, because somebody will send it as it is."""
         folder, keys = published.copies[0].parent, published.keys_path.resolve()
         others = sorted({path.name for path in folder.iterdir()} - {path.name for path in published.copies})
+        name = "this folder" if folder == Path(".") else str(folder)
         if not others:
-            observer.note(f"{folder}: holds the copies and nothing else")
+            observer.note(f"{name} holds the copies and nothing else")
         elif folder.resolve() != keys.parent:
-            observer.note(f"{folder}: also holds {few(others)}: of it, send the copies alone")
+            observer.note(f"{name} also holds {few(others)}: send the copies alone")
         else:
             tell = observer.warn if self.out else observer.note
-            tell(f"{folder}: also holds the keys, {keys.name}: of it, send the copies alone")
+            tell(f"{name} also holds the keys, {keys.name}: send the copies alone")
 
 
 def command_to_publish(model: Path, keys: Keys) -> str:
