@@ -293,11 +293,6 @@ class Unlearn(Command):
         targets = self._targets(copies)
         sources = [source_of(options, data.forget)]
         manifests = {copy: read_copy_manifest(Path(copy)) if Path(copy).is_dir() else None for copy in copies}
-        if later := [copy for copy, manifest in manifests.items() if manifest and manifest.round > 1]:
-            observer.note(
-                f"{later[0]}: a copy of a later round; `{command_line('mpu', 'check', Path(later[0]))}` says whether "
-                "another training is needed"
-            )
         # read in any case: damage shows before the training
         latest = latest_on(read_requests(default_requests_path()), manifests, sources[0])
         continuations: Mapping[str, Continuation] = {}

@@ -54,7 +54,7 @@ from mpu_cli.toml import read_toml
 from mpu_cli.training.checks import check_options
 from mpu_cli.training.data import read_dataset
 from mpu_cli.version import __version__
-from mpu_cli.wording import few
+from mpu_cli.wording import command_line, few
 
 # Cells of a sweep side by side, each in a process of its own: on this machine, or as jobs of a cluster.
 
@@ -347,6 +347,8 @@ def sweep(
         read_dataset(cell.experiment.unlearning)
         _benchmark(cell)
     _write_plan(folder, cells)
+    report = command_line("mpu", "report", folder)
+    observer.note(f"`{report}` shows what is done so far, after an interruption, too")
     cells = [_with_retain_log(cell, folder, observer) for cell in cells]
     done = finished(cells, folder)
     failed: dict[str, MpuError] = {}

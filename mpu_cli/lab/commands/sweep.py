@@ -16,7 +16,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
 from mpu_cli.options.declare import option
 from mpu_cli.toml import parse_value
-from mpu_cli.wording import command_line, counted, in_bytes, names_in
+from mpu_cli.wording import counted, in_bytes, names_in
 
 if TYPE_CHECKING:
     from mpu_cli.lab.sweep import Cell, Jobs, OnThisMachine, ThroughRay, ThroughSubmitit
@@ -99,8 +99,6 @@ class Sweep(Command):
         jobs = self._jobs(self._folder, observer)
         if jobs and isinstance(jobs.launcher, ThroughSubmitit):
             observer.note(f"{jobs.launcher.logs}: logs of the jobs")
-        report = command_line("mpu", "report", self._folder)
-        observer.note(f"`{report}` shows what is done so far, after an interruption, too")
         lines, failed = sweep(cells, self._folder, observer, jobs)
         fields = {name for line in lines for name in line} | {"mode"}
         algorithms = {str(each.experiment.unlearning.algo) for each in cells}
