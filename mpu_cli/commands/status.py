@@ -262,7 +262,8 @@ def account_of(folder: Path) -> Account:
         except MpuError as error:
             if is_expected:
                 other.setdefault("not readable", []).append(f"{relative} ({error.problem})")
-    for key, model in models:
+    # Of several models of a round, such as one that was repaired, the latest is the round's.
+    for key, model in sorted(models, key=lambda found: (folder / found[1]).stat().st_mtime_ns):
         other.setdefault("models", []).append(str(model))
         if key in rounds:
             rounds[key].model = model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -643,6 +644,8 @@ def test_a_repaired_model_is_still_of_its_round(mpu: Callable, root: Path) -> No
     mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=root)
     mpu("finetune", "unlearned", "--data", "retain.jsonl", "--epochs", 1, "--out", "repaired", cwd=root)
     assert distance(tensors(root / "repaired"), tensors(root / "unlearned")) > 0
+    [step] = [each["step"] for each in mpu("status", "--json", cwd=root).json["next"]]
+    assert shlex.split(step)[:3] == ["mpu", "publish", "repaired"]  # and not the model before the repair
     mpu("publish", "repaired", "--kappa", 0, cwd=root)
     assert mpu("check", "round_2/copy_1", "--json", cwd=root, check=False).json["verdict"]
 
