@@ -84,8 +84,8 @@ def main(paths: list[Path], runs: int) -> None:
         out = Path(folder)
         mpu_command = [
             *MPU, "eval", model, "--benchmark", f"tofu:{FORGET}", "--reading", f"data_dir={data}",
-            "--force",
-            "--reference-model", reference, "--retain-log", log, "--batch-size", BATCH, "--device", "cpu",
+            "--scoring", f"batch_size={BATCH}",
+            "--reference-model", reference, "--retain-log", log, "--device", "cpu", "--force",
             "--out", out / "mpu.json",
         ]  # fmt: skip
         theirs = (sys.executable, "-m", "tests.benchmarks.suite", "--suite")
