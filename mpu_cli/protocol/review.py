@@ -291,9 +291,9 @@ def _on_leakage(plan: PublishPlan, leakage: Hidden) -> Iterator[Remark]:
         )
     if publication.max_noise is not None and leakage.one_copy < MIN_HIDDEN_ERROR:
         yield Remark(
-            "fine-tuning changed so much of these weights that noise which hides it would ruin the copies; "
-            f"--copies 1 --permanent-noise {publication.shared_kappa:g} --allow publish-again tries it all the "
-            "same: --probe says what such a copy still knows",
+            f"the noise is limited so that the copies are not ruined, and hides only {leakage.one_copy:.0%} of what "
+            f"fine-tuning changed; unlimited: --copies 1 --permanent-noise {publication.shared_kappa:g} "
+            "--allow publish-again (--probe FILE says what such a copy still knows)",
             is_warning=True,
             is_leak=True,
         )
