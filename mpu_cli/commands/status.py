@@ -17,6 +17,7 @@ from mpu_cli.files.manifest import (
     delta_path,
     keys_path,
     manifest_of,
+    resume_folder,
     round_folder,
 )
 from mpu_cli.files.visible import visible
@@ -155,7 +156,7 @@ class Account:
         target = f"{round_folder(folder / 'deltas', last.number)}/"
         records = ("--forget", "YOUR_RECORDS", "--retain", "RECORDS_TO_KEEP")
         unlearn = command_line("mpu", "unlearn", *todo, *records, "--out", target)
-        if any(Path(f"{delta_path(target, str(copy), last.number)}.resume").is_dir() for copy in todo):
+        if any(resume_folder(delta_path(target, str(copy), last.number)).is_dir() for copy in todo):
             return "client", f"{unlearn} --resume, with the records and options of the training that was interrupted"
         return "client", unlearn
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,6 +19,7 @@ from mpu_cli.files.manifest import (
     delta_path,
     name_of_copy,
     read_copy_manifest,
+    resume_folder,
     round_of_copy,
 )
 from mpu_cli.files.transaction import Transaction
@@ -107,14 +110,15 @@ class UnlearnPlan:
             with opened_copy(copy, command.identity, observer) as source:
                 if self.passes_over(copy, Path(source)):
                     observer.note(f"{name_of_copy(copy)}: {target} is there already")
+                    shutil.rmtree(resume_folder(target), ignore_errors=True)  # left if it was killed before that
                     yield Unlearned(copy, target, None, record_warnings=self.warnings)
                     continue
                 manifest = read_copy_manifest(Path(source)) if Path(source).is_dir() else None
                 round_id = (manifest.run, manifest.round) if manifest else None
-                result = self._train(copy, source, observer, schedules.get(round_id))
+                note = partial(self._note, copy, manifest, observer)
+                result = self._train(copy, source, observer, schedules.get(round_id), note)
                 if round_id and result.schedule:
                     schedules.setdefault(round_id, result.schedule)
-                self._note(copy, manifest, result, observer)
                 answers: Sequence[Shown] = ()
                 if command.show and result.is_main_process:
                     answers = answers_before_and_after(
@@ -123,8 +127,11 @@ class UnlearnPlan:
                     )  # fmt: skip
             yield Unlearned(copy, target, result, answers, self.warnings)
 
-    def _note(self, copy: str, manifest: CopyManifest | None, result: UnlearningResult, observer: Observer) -> None:
-        """Write the request down for the next one on the same copy, and for the check."""
+    def _note(
+        self, copy: str, manifest: CopyManifest | None, observer: Observer, result: UnlearningResult, written: Path
+    ) -> None:
+        """Write the request down for the next one on the same copy, and for the check. Before the delta, still in the
+        file ``written``, gets its name: a later training replaces it, and has to know what is in it."""
         from mpu_cli.files.reader import fingerprint, open_checkpoint
         from mpu_cli.training.requests import (
             Request,
@@ -141,12 +148,15 @@ class UnlearnPlan:
         request = Request(
             run=manifest.run, round=manifest.round, copy=manifest.copy, copy_id=manifest.copy_id,
             copy_path=str(Path(copy).absolute()), weights=result.weights, delta=str(result.path.absolute()),
-            change=fingerprint(open_checkpoint(result.path)), scale=result.schedule.scale,
+            change=fingerprint(open_checkpoint(written)), scale=result.schedule.scale,
             sources=[*self.sources],
             options=options_to_note(self.options, command.goal, command.checks),
         )  # fmt: skip
         path = self._path(default_requests_path())
-        alike = [other for other in requests_alike(request, read_requests(path)) if other.copy == request.copy]
+        earlier = read_requests(path)
+        if request in earlier:  # killed before the delta got its name
+            return
+        alike = [other for other in requests_alike(request, earlier) if other.copy == request.copy]
         if len(alike) > 1:
             observer.warn(
                 f"delta {len(alike) + 1} of these records for run {request.run}: each tells the server more; ask why "
@@ -157,7 +167,14 @@ class UnlearnPlan:
         except OSError as error:
             observer.warn(f"{path}: {error.strerror}; a further request on this copy has to name these records again")
 
-    def _train(self, copy: str, source: str, observer: Observer, schedule: RoundSchedule | None) -> UnlearningResult:
+    def _train(
+        self,
+        copy: str,
+        source: str,
+        observer: Observer,
+        schedule: RoundSchedule | None,
+        on_written: Callable[[UnlearningResult, Path], None],
+    ) -> UnlearningResult:
         """Train on ``copy``, which is opened at ``source``."""
         from mpu_cli.model.source import open_model
         from mpu_cli.training.execution import last_checkpoint
@@ -177,14 +194,14 @@ class UnlearnPlan:
             open_model(source, links=False), self.data, self.options, target=target, force=command.force,
             logging=command.logging, reference_file=reference_file, secret=own_client_secret,
             ledger=self._path(default_ledger_path()), checks=command.checks, stopping_rule=stopping_rule,
-            start=self.continuations.get(copy), observer=observer,
+            start=self.continuations.get(copy), on_written=on_written, observer=observer,
         )  # fmt: skip
         try:
             return task.run()
         except (KeyboardInterrupt, Stopped):
-            resume_folder = target.with_name(f"{target.name}.resume")
-            if command.logging.resume and last_checkpoint(resume_folder):
-                observer.note(f"checkpoints are kept in {resume_folder}: the same command goes on from the last one")
+            folder = resume_folder(target)
+            if command.logging.resume and last_checkpoint(folder):
+                observer.note(f"checkpoints are kept in {folder}: the same command goes on from the last one")
             elif command.logging.resume:
                 observer.note("there was no checkpoint yet: the same command starts over")
             else:

@@ -254,3 +254,8 @@ def delta_path(out: str | None, copy: str, number: int) -> Path:
     if path.suffix:
         raise UsageError(f"--out {out}: a delta is a {SUFFIX} file", f"use {path.with_suffix(SUFFIX)}")
     return path.with_name(path.name + SUFFIX)
+
+
+def resume_folder(delta: Path) -> Path:
+    """The folder of the checkpoints of the training that will write ``delta``."""
+    return delta.with_name(f"{delta.name}.resume")

@@ -18,7 +18,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from mpu_cli.errors import Diverged, MpuError, UsageError
 from mpu_cli.files.boundary import private_folder, private_umask, read_json_object
-from mpu_cli.files.manifest import DeltaManifest, as_metadata, delta_facts, name_of_copy, read_copy_manifest
+from mpu_cli.files.manifest import (
+    DeltaManifest,
+    as_metadata,
+    delta_facts,
+    name_of_copy,
+    read_copy_manifest,
+    resume_folder,
+)
 from mpu_cli.files.reader import LOST_TO_ROUNDING, fingerprint, open_checkpoint
 from mpu_cli.files.resumption import write_atomically
 from mpu_cli.files.transaction import Transaction
@@ -211,6 +218,7 @@ class UnlearningTask:
     checks: Checks | None = None  # for signs that the model was built to carry records out
     stopping_rule: StoppingRule | None = None  # in place of a number of epochs
     start: Continuation | None = None  # an earlier change of the same copy, from which the training continues
+    on_written: Callable[[UnlearningResult, Path], None] | None = None  # before the delta, at this path, gets its name
     observer: Observer = SILENT
 
     @releasing_memory
@@ -284,13 +292,16 @@ class UnlearningTask:
                 raise Diverged("the loss on the records is")
             self.observer.stage("write the delta", 1, "done")
             norm, rounding = self._write_delta(trained, self._tags(round_schedule))
+            result = UnlearningResult(
+                path=self.target, steps=losses, norm=norm, is_main_process=self.is_main_process, spent=spent,
+                before=before, after=after, rounding=rounding, earlier=len(earlier), rate=float(training.lr),
+                resumed_after=steps_done, scores=scores, schedule=round_schedule, weights=self.fingerprint,
+            )  # fmt: skip
+            if self.on_written and self.output:
+                self.on_written(result, self.output)
         if checkpoints and self.is_main_process:
             shutil.rmtree(checkpoints.folder)
-        return UnlearningResult(
-            path=self.target, steps=losses, norm=norm, is_main_process=self.is_main_process, spent=spent, before=before,
-            after=after, rounding=rounding, earlier=len(earlier), rate=float(training.lr),
-            resumed_after=steps_done, scores=scores, schedule=round_schedule, weights=self.fingerprint,
-        )  # fmt: skip
+        return result
 
     def _prepare(self) -> None:
         """Check what can be checked before the model is loaded."""
@@ -488,7 +499,7 @@ class UnlearningTask:
         if not self.logging.resume:
             return None, 0
         checkpoints = Checkpoints(
-            folder=self.target.with_name(f"{self.target.name}.resume"),
+            folder=resume_folder(self.target),
             secret=(self.secret or own_client_secret)(),
             training=from_first(self._digest_of_training),  # which alone has the weights' fingerprint
         )

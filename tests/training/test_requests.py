@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from mpu_cli.files.transaction import Transaction
 from mpu_cli.training.requests import default_requests_path, read_requests
 from tests.helpers.models import random_model, save, write_records
 
@@ -111,6 +112,33 @@ def test_a_further_request_that_was_stopped_between_two_copies_is_resumed(mpu: C
     assert "copy_1.safetensors is there already" in resumed.err
     again = load_file(root / "deltas/request_2/copy_2.safetensors")
     assert all(torch.equal(again[name], change) for name, change in whole.items())
+
+
+@pytest.mark.parametrize("resume", [(), ("--resume",)])
+def test_a_delta_without_its_note_does_not_exist(
+    mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch, resume: tuple
+) -> None:
+    """Killed as soon as the delta has its name: a further training, which replaces it, has its records, too; with
+    --resume, the same command removes the checkpoints."""
+    commit = Transaction._commit
+
+    def die_after_commit(transaction: Transaction) -> None:
+        commit(transaction)
+        raise KeyboardInterrupt
+
+    first = (*unlearn("copy_1", forget="first.jsonl"), "--training", "checkpoint_steps=1", "--max-steps", 2, *resume)
+    with monkeypatch.context() as patch:
+        patch.setattr(Transaction, "_commit", die_after_commit)
+        mpu(*first, cwd=root, check=False)
+    assert (root / "deltas/copy_1.safetensors").exists()
+    assert bool(list(root.glob("deltas/*.resume"))) == bool(resume)
+    if resume:
+        assert "is there already" in mpu(*first, cwd=root).err
+    assert "6 records of earlier requests" in mpu(*unlearn("copy_1", forget="second.jsonl"), cwd=root).err
+    assert not list(root.glob("deltas/*.resume"))
+    first_request, second_request = read_requests(default_requests_path())
+    assert len(first_request.sources) == 1
+    assert len(second_request.sources) == 2
 
 
 def test_check_compares_with_the_weights_that_were_trained_on(mpu: Callable, root: Path) -> None:
