@@ -130,7 +130,7 @@ def main() -> None:
     if (options.base is None) == (options.make is None):
         parser.error("give either BASE or --make")
     with tempfile.TemporaryDirectory() as folder:
-        base, reference = options.base, options.pretrained
+        base, reference = options.base, options.public
         if options.make:
             base, reference = make_pair(options.make, Path(folder))
         audit(base, reference, options.plot)

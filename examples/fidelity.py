@@ -114,11 +114,11 @@ def main() -> None:
     for algorithm in options.algo.split(","):
         for optimizer in options.optim.split(","):
             training = [
-                "--train-embeddings", "--algo", algorithm, "--optim", optimizer, "--lr", options.lr,
+                "--unlearn", "train_embeddings", "--algo", algorithm, "--optim", optimizer, "--lr", options.lr,
                 "--epochs", options.epochs,
                 "--rounds", options.rounds, "--batch-size", 8, "--forget", options.forget, "--retain", options.retain,
                 "--dtype", "float32", "--kappa", 0.01,
-                *(["--public", options.pretrained] if options.pretrained else []),
+                *(["--public", options.public] if options.public else []),
                 *(["--constants", f"layer={options.layer}"] if algorithm == "rmu" else []),
             ]  # fmt: skip
             model = options.work / f"clean-{hashlib.sha256(repr(training).encode()).hexdigest()[:16]}"

@@ -70,7 +70,7 @@ def main() -> None:
             lines = getattr(options, name).read_text().splitlines()[: options.records]
             (work / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
             records += [f"--{name}", work / f"{name}.jsonl"]
-        reference = ["--public", options.pretrained] if options.pretrained else []
+        reference = ["--public", options.public] if options.public else []
         # bfloat16 weights would round the values to compare, so the base is first published unchanged in float64.
         mpu("publish", options.base, "--copies", 2, "--kappa", 0, "--symmetries", "none", "--dtype", "float64",
             "--out", work, "--keys", work / "keys.bin")  # fmt: skip

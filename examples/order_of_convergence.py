@@ -102,11 +102,11 @@ def main() -> None:
             lines = getattr(options, name).read_text().splitlines()[: options.records]
             (Path(scratch) / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
             training += [f"--{name}", str(Path(scratch) / f"{name}.jsonl")]
-        pretrained = ["--public", options.pretrained] if options.pretrained else []
+        public = ["--public", options.public] if options.public else []
         measured = {}
         for optimizer in options.optimizers.split(","):
             chosen = [*training, "--train-embeddings", "--optim", optimizer, "--lr", OPTIMIZERS[optimizer]]
-            stored = [*pretrained, "--dtype", options.precision]
+            stored = [*public, "--dtype", options.precision]
             measured[optimizer] = measure(options.base, stored, chosen, kappas, Path(scratch) / optimizer)
     draw(kappas, measured, options.out)
     print(options.out)

@@ -204,7 +204,7 @@ def play(
     target, began = Path(given.target), time.time()
     own = {name: value for name, value in setting.items() if name != "publish"}
     published = mpu_cli.publish(
-        target, given.pretrained, out=scratch, keys=scratch / "keys.bin", dtype="float32", force=True,
+        target, given.public, out=scratch, keys=scratch / "keys.bin", dtype="float32", force=True,
         **setting["publish"],
     )  # fmt: skip
     found = {}
@@ -325,7 +325,7 @@ def draw(files: list[Path], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", nargs="?")
-    for name in ("pretrained", "forget", "retain", "unseen"):
+    for name in ("public", "forget", "retain", "unseen"):
         parser.add_argument(f"--{name}")
     parser.add_argument("--table", type=Path, nargs="+", metavar="FILE")
     parser.add_argument("--plot", type=Path)
@@ -341,7 +341,7 @@ def main() -> None:
         if given.plot:
             draw(given.table, given.plot)
         return
-    if not all((given.target, given.pretrained, given.forget, given.retain, given.unseen)):
+    if not all((given.target, given.public, given.forget, given.retain, given.unseen)):
         parser.error("TARGET, --public, --forget, --retain and --unseen are needed")
     training = {"algo": "npo"} | {
         name: float(value) if name == "lr" else int(value)
@@ -361,7 +361,7 @@ def main() -> None:
             sets[name].write_text("".join(taken))
         done = _done(out)
         if not any("before" in line for line in done):
-            for name in ("target", "pretrained"):
+            for name in ("target", "public"):
                 folder = Path(getattr(given, name))
                 scored = Scored(folder, sets)
                 found = scored.losses(*SETS) | {"relearned": scored.relearned()} | rouge(folder, sets, Path(scratch))

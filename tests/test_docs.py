@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import json
@@ -12,6 +13,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,17 +23,23 @@ import yaml
 from nbclient import NotebookClient
 
 import mpu_cli
+from mpu_cli.cli.main import COMMANDS
 from mpu_cli.demo.model import make_people
 from mpu_cli.errors import MpuError, MpuWarning, UsageError
 from mpu_cli.measuring.benchmarks import known_metrics
 from mpu_cli.model.wrappers import supported_families
 from mpu_cli.observer import SILENT
 from mpu_cli.options.declare import declared_options
+from mpu_cli.toml import read_toml
+from tests.helpers import command_lines
+from tests.helpers.command_lines import ANY
 from tests.helpers.models import DemoModel, random_model, save
 from tests.helpers.paths import ROOT
 
 REFERENCE = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/site/reference.py")))
 HAVE_DOCSTRINGS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+PAGES = [path for path in sorted(ROOT.rglob("*.md")) if not re.search(r"/\.", path.relative_to(ROOT.parent).as_posix())]
+SCRIPTS = [*sorted((ROOT / "examples").rglob("*.py")), *sorted((ROOT / "tests/benchmarks").glob("*.py"))]
 LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]+)(#[^)]*)?\)")
 
 
@@ -59,14 +67,7 @@ def test_every_metric_is_defined() -> None:
     assert all(len(metric.says) > 20 for metric in known_metrics().values())
 
 
-@pytest.mark.parametrize(
-    "page",
-    sorted(
-        path.relative_to(ROOT).as_posix()
-        for path in ROOT.glob("**/*.md")
-        if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
-    ),
-)
+@pytest.mark.parametrize("page", [path.relative_to(ROOT).as_posix() for path in PAGES])
 def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page
     for target, anchor in LINK.findall(path.read_text(encoding="utf-8")):
@@ -199,9 +200,7 @@ def test_the_notebook_runs(demo: DemoModel, tmp_path: Path) -> None:
     assert re.search(r"^verdict: \w", shown, re.M)
 
 
-@pytest.mark.parametrize(
-    "path", [*sorted((ROOT / "examples").rglob("*.py")), *(ROOT / "tests/benchmarks").glob("*.py")]
-)
+@pytest.mark.parametrize("path", SCRIPTS)
 def test_scripts_that_no_test_runs_import_what_there_is(path: Path) -> None:
     """Examples and benchmarks take minutes to hours, so that a name which moved would go unnoticed."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -212,6 +211,75 @@ def test_scripts_that_no_test_runs_import_what_there_is(path: Path) -> None:
                     importlib.util.find_spec(f"{node.module}.{each.name}") if hasattr(module, "__path__") else None
                 )
                 assert is_module or hasattr(module, each.name), f"{node.module}.{each.name}"
+
+
+def lines_of_pages() -> list[list[str]]:
+    """The command lines in all pages, in scripts' docstrings and beside the tables."""
+    texts = [path.read_text(encoding="utf-8") for path in PAGES]
+    lines = [line for text in texts for line in command_lines.in_page(text)]
+    for command in read_toml(ROOT / "docs/data/commands.toml").values():
+        lines += command_lines.in_shell(command.partition(", or ")[0])
+    for path in SCRIPTS:
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        for line in re.findall(r"^ *(python (?:.*\\\n)*.*)", docstring, re.M):
+            lines += command_lines.in_shell(re.sub(r"[][]|\bN\b", lambda part: ANY if part[0] == "N" else " ", line))
+    return [list(line) for line in dict.fromkeys(map(tuple, lines))]
+
+
+@pytest.mark.parametrize("where", ["pages", "scripts"])
+def test_commands_are_called_as_they_are(where: str, mpu: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is read up to the checks of its options and not carried out; what the text leaves out may be missing."""
+    monkeypatch.setattr("mpu_cli.cli.driver.carry_out", lambda *_, **__: None)
+    if where == "pages":
+        lines = [words for program, *words in lines_of_pages() if program == "mpu" and words[0][0].islower()]
+    else:
+        lines = [words for path in SCRIPTS for words in command_lines.in_script(path.read_text(encoding="utf-8"))]
+    assert len(lines) > 50
+    for name, *words in dict.fromkeys(map(tuple, lines)):
+        declared = declared_options(COMMANDS[name]).values()
+        choices = {each.flag: each.choices[0] for each in declared if each.choices}
+        pairs = zip(["", *words], words, strict=False)
+        words = [choices[flag] if word == ANY and flag in choices else word for flag, word in pairs]
+        outcome = mpu(name, *words, check=False)
+        unknown = re.search("Missing|requires an argument" + ("|must be between" if ANY in words else ""), outcome.err)
+        assert not outcome.status or unknown, (name, words, outcome.err)
+
+
+def test_scripts_read_the_arguments_that_pages_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those with a parser run until it has parsed them. What they read of the result is there."""
+    parse = argparse.ArgumentParser.parse_args
+
+    class Parsed(Exception):
+        pass
+
+    def parse_and_stop(parser: argparse.ArgumentParser) -> None:
+        raise Parsed(parse(parser))
+
+    def fail(_: argparse.ArgumentParser, message: str) -> None:
+        raise Parsed if "are required" in message else AssertionError(message)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    monkeypatch.setattr(argparse.ArgumentParser, "error", fail)
+    parsed = set()
+    for program, *words in lines_of_pages():
+        if program != "python":
+            continue
+        file, *words = [words[1].replace(".", "/") + ".py", *words[2:]] if words[0] == "-m" else words
+        path = ROOT / file
+        if path not in SCRIPTS or "ArgumentParser(" not in (source := path.read_text(encoding="utf-8")):
+            continue
+        monkeypatch.setattr(sys, "argv", [file, *words])
+        monkeypatch.syspath_prepend(path.parent)
+        with pytest.raises(Parsed) as stopped:
+            runpy.run_path(str(path), run_name="__main__")
+        [name] = re.findall(r"(\w+)(?: = |\()parser.parse_args\(\)", source)
+        nodes = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Attribute)]
+        nodes = [node for node in nodes if isinstance(node.value, ast.Name) and node.value.id == name]
+        stored = {node.attr for node in nodes if isinstance(node.ctx, ast.Store)}
+        for arguments in stopped.value.args:
+            assert {node.attr for node in nodes} <= vars(arguments).keys() | stored, file
+        parsed.add(path)
+    assert len(parsed) > 15
 
 
 def test_functions_take_the_options_of_their_commands(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:

@@ -73,7 +73,7 @@ def sizes(folder: Path) -> int:
 
 
 def tell(peaks: Peaks) -> None:
-    for name, peak in sorted(peaks.of.items()):
+    for name, peak in sorted(peaks.by_program.items()):
         print(f"{name:<18} {peak:6.0f} MB")
 
 

@@ -220,7 +220,7 @@ def main() -> None:
         table.append(cells)
         print("\t".join(cells), flush=True)
 
-    def streamed(name: str, nbytes: int, *command: object) -> None:
+    def streamed(nbytes: int, name: str, *command: object) -> None:
         row(name, "whole", "", run_measured(*MPU, name, *command, "--quiet")[0], nbytes / limits.disk)
 
     def computed(label: str, chosen: tuple[str, ...], *command: object) -> None:
@@ -237,8 +237,8 @@ def main() -> None:
     records = [argument for name in LINES for argument in (f"--{name}", files[name])]
     copies, keys, deltas = options.folder / "copies", options.folder / "keys.bin", f"{options.folder}/deltas_{{}}"
     size = limits.nbytes
-    streamed("publish", 2 * size, options.model, "--kappa", 0.01, "--copies", 2, "--out", copies, "--keys", keys)
-    streamed("verify", size, copies / "copy_1", "--keys", keys, "--no-logits")
+    streamed(2 * size, "publish", options.model, "--kappa", 0.01, "--copies", 2, "--out", copies, "--keys", keys)
+    streamed(size, "verify", copies / "copy_1", "--keys", keys, "--no-logits")
     training = (*records, "--max-steps", options.steps, "--batch-size", PER_STEP[0], "--trust-copy", "--alone")
     whole = f"unlearn, {options.steps} steps of {PER_STEP[0]} + {PER_STEP[1]} records"
     steps = ("check", "measure", "unlearn")
@@ -247,7 +247,7 @@ def main() -> None:
     computed(f"{whole}, --precision auto", steps, "unlearn", copies / "copy_2", *training, "--out", f"{deltas}/")
     unlearned, copy = options.folder / "unlearned", options.folder / "round_2/copy_1"
     # Two deltas and the base are read; trained in two precisions, which `aggregate` would refuse.
-    streamed("aggregate", 3 * size, deltas.format(ONEDNN), "--keys", keys, "--out", unlearned, "--trust-deltas")
+    streamed(3 * size, "aggregate", deltas.format(ONEDNN), "--keys", keys, "--out", unlearned, "--trust-deltas")
     run_measured(*MPU, "publish", unlearned, "--kappa", 0, "--permanent-noise", 0.01, "--copies", 1, "--out",
                  copy.parent, "--keys", options.folder / "keys_2.bin", "--quiet")  # fmt: skip
     computed("check", (), "check", copy, *records, "--before", copies / "copy_1", "--scoring", "dtype=float32",

@@ -5,7 +5,7 @@
 MODEL is a folder, or the name of a shape (0.1b, 0.5b), which is made of random weights. On the CPU in float32, as
 `mpu unlearn` (NPO, AdamW, three steps, embeddings and head not trained) and `mpu eval` (two batches) compute; torch's
 profiler attributes each operation's own time. The last row compares with matrix products alone, at this machine's rate
-for large ones. ``--training compile`` compiles each layer first (torch.compile), outside of what is measured.
+for large ones. ``--compile`` compiles each layer first (torch.compile), outside of what is measured.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--training", "compile", action="store_true")
+    parser.add_argument("--compile", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rate = measure_machine().operations

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str]) -> None:
     del whole
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CONFIG_HOME", folder)
-        patch.setattr(unlearn, "Watching", Recording)
+        patch.setattr(unlearn, "EarlyStopping", Recording)
         patch.setattr(sys, "exit", lambda _: None)
         for command in (
             ["publish", model, "--public", public, "--symmetries", "none", "--seed", seed, "--out", folder,
