@@ -255,9 +255,9 @@ def test_records_that_were_left_out_are_drawn_and_add_nothing(tmp_path):
         torch.testing.assert_close(parameter.detach() - before[name], expected[name], rtol=1e-5, atol=1e-9)
 
 
-def test_a_mistake_in_the_options_is_no_training(mpu, tmp_path, base):
+def test_a_mistake_in_the_options_is_no_training(mpu, root):
     for wrong in (["--algo", "rmu", "--constants", "layer=99"], ["--algo", "npo", "--dp", "epsilon=8,unit=nobody"]):
-        assert mpu("unlearn", base, *wrong, check=False, cwd=tmp_path).status != 0
+        assert mpu("unlearn", "base", *wrong, check=False, cwd=root).status != 0
     assert not (Path(os.environ["XDG_CONFIG_HOME"]) / "mpu/ledger.jsonl").exists()
 
 
@@ -315,8 +315,8 @@ def test_through_the_command_line(mpu, tmp_path):
         (["--dp", "unit=person"], "no 'person'"),
     ],
 )
-def test_what_does_not_go_together(mpu, tmp_path, base, arguments, complaint):
-    outcome = mpu("unlearn", base, "--dp", "epsilon=1", *arguments, check=False, cwd=tmp_path)
+def test_what_does_not_go_together(mpu, root, arguments, complaint):
+    outcome = mpu("unlearn", "base", "--dp", "epsilon=1", *arguments, check=False, cwd=root)
     assert outcome.status == (1 if "unit=person" in arguments else 2)
     assert complaint in outcome.err
 
