@@ -22,7 +22,7 @@ from mpu_cli.files.manifest import (
     resume_folder,
     round_of_copy,
 )
-from mpu_cli.files.transaction import Transaction
+from mpu_cli.files.transaction import Transaction, check_place
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, IDENTITY, Command, Preview, Report, paths_from
 from mpu_cli.options.declare import flags_set, group, option
@@ -407,6 +407,8 @@ class Unlearn(Command):
         from mpu_cli.records.read import RECORD_SUFFIXES
 
         several, out, references = len(copies) > 1, self.out, self.reference_file
+        if out is not None:
+            check_place(Path(out))
         if several and out is not None and Path(out).suffix == SUFFIX:
             raise UsageError(f"--out {out}: one file for {len(copies)} deltas", "name a directory")
         if several and references is not None and (references.is_file() or references.suffix == SUFFIX):

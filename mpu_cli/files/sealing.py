@@ -24,7 +24,7 @@ from mpu_cli.files.boundary import (
     sync_folder,
     unpack_folder,
 )
-from mpu_cli.files.transaction import Transaction, remove_abandoned
+from mpu_cli.files.transaction import ELSEWHERE, Transaction, check_place, remove_abandoned
 from mpu_cli.observer import Observer
 from mpu_cli.subprocesses import process_count
 from mpu_cli.text import read_text
@@ -52,21 +52,22 @@ def make_identity(path: Path) -> str:
     """Write a new age identity to ``path`` (mode 0600, never replacing a file) and return its public recipient."""
     identity = pyrage.x25519.Identity.generate()
     recipient = str(identity.to_public())
+    check_place(path)
     if os.path.lexists(path):
         raise MpuError(
             f"{path}: already exists, and mpu never replaces an identity",
             "its public key stands in its first line; or choose another name",
         )
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     fresh = path.with_name(random_name(path.name))
     try:
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_private(fresh, f"# public key: {recipient}\n{identity}\n".encode())
         os.link(fresh, path)  # of two processes, one succeeds; a rename would replace what sealed the other's keys
         sync_folder(path.parent)
     except FileExistsError as error:
         raise MpuError(f"{path}: already exists, and mpu never replaces an identity", "choose another name") from error
     except OSError as error:
-        raise MpuError(f"{path}: cannot be written: {error.strerror}") from error
+        raise MpuError(f"{path}: cannot be written: {error.strerror}", ELSEWHERE) from error
     finally:
         fresh.unlink(missing_ok=True)
     return recipient

@@ -22,6 +22,7 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.boundary import current_umask, short_name, sync_folder
 
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ELSEWHERE = "choose another path"
 OUTPUT_SIGNS = ("mpu.json", "adapter_config.json")  # mark a directory written by mpu, as does an index of shards
 
 
@@ -54,6 +55,28 @@ def defer_signals(*, second_ends: bool = False) -> Iterator[list[int]]:
                 signal.signal(number, handler)
         for arrived in pending:
             signal.raise_signal(arrived)
+
+
+def check_place(target: Path) -> None:
+    """Raise MpuError if nothing can be written to ``target``, whether it exists or not. Raise UsageError for -, which
+    other programs take for standard output."""
+    if target.parts[:1] == ("-",):
+        raise UsageError(f"{target}: outputs are files", "name one; --json prints a result on standard output")
+    try:
+        os.lstat(target)
+    except FileNotFoundError:
+        folder = next(parent for parent in target.absolute().parents if parent.exists())
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise MpuError(f"{target}: cannot be written: no permission to write to {folder}", ELSEWHERE) from None
+    except OSError as error:  # a name that is too long, or below a file
+        raise MpuError(f"{target}: cannot be written: {error.strerror}", ELSEWHERE) from error
+
+
+def check_folder(folder: Path) -> None:
+    """``check_place`` for a directory that may exist."""
+    check_place(folder)
+    if folder.exists() and not folder.is_dir():
+        raise MpuError(f"{folder}: is a file, expected a directory", ELSEWHERE)
 
 
 class Transaction:
@@ -89,7 +112,7 @@ class Transaction:
                 remove_abandoned(target.parent, target.name)
                 staging = self._locked_folder(target.parent, f".{short_name(target.name)}.")
             except OSError as error:
-                raise MpuError(f"{target}: cannot be written: {error.strerror}") from error
+                raise MpuError(f"{target}: cannot be written: {error.strerror}", ELSEWHERE) from error
             output = staging if directory else staging / target.name
             self._outputs.append((staging, output, target))
         if directory:
@@ -150,9 +173,8 @@ class Transaction:
 
     def check(self, target: Path, directory: bool) -> None:
         """Raise MpuError if ``target`` exists and may not be replaced, is of the other kind, or if another process is
-        writing it. Raise UsageError for -, which other programs take for standard output."""
-        if target.parts[:1] == ("-",):
-            raise UsageError(f"{target}: outputs are files", "name one; --json prints a result on standard output")
+        writing it, and what ``check_place`` raises."""
+        check_place(target)
         self._check_existing(target, directory)
         if any(_is_locked(folder) for folder in _unfinished(target.parent, target.name)):
             raise MpuError(

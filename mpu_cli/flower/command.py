@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.manifest import read_copy_manifest
+from mpu_cli.files.transaction import check_folder
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
 from mpu_cli.options.declare import group, option
@@ -69,6 +70,8 @@ class Watch(Command):
         from mpu_cli.training.data import read_dataset
 
         spool, work, privacy = self.spool, self.work, self.unlearning.privacy
+        for folder in (spool, work):
+            check_folder(folder)
         data = read_dataset(self.unlearning, observer)
         for warning in data.warnings(privacy):
             observer.warn(warning)

@@ -429,18 +429,33 @@ def test_unlearn_arguments(mpu, tmp_path, arguments, complaint, status):
     assert not (tmp_path / "deltas").exists()
 
 
+@pytest.mark.parametrize(("place", "reason"), [("-", "--json"), ("file/x", "Not a directory"), ("x" * 300, "too long")])
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("eval", "base", "--forget", "forget.jsonl", "--out", "-"),
-        ("publish", "base", "--keys", "-"),
-        ("publish", "base", "--out", "-", "--dry-run"),
+        ("eval", "base", "--forget", "forget.jsonl", "--out"),
+        ("finetune", "base", "--data", "forget.jsonl", "--out"),
+        ("keygen", "--out"),
+        ("publish", "base", "--keys"),
+        ("publish", "base", "--dry-run", "--out"),
+        ("run", "base", "--out"),
+        ("run", "base", "--dry-run", "--out"),
+        ("sweep", "sweep.toml", "--out"),
+        ("unlearn", "base", "--trust-copy", "--out"),
+        ("watch", "spool", "--once", "--work"),
+        ("watch", "--once", "--work", "work"),
     ],
+    ids=" ".join,
 )
-def test_no_output_is_a_file_named_like_standard_output(mpu, tmp_path, base, arguments):
-    write_records(tmp_path / "forget.jsonl", 2, 1)
-    mpu(*arguments, cwd=tmp_path, refused="--json", status=2)
-    assert {path.name for path in tmp_path.iterdir()} == {base.name, "forget.jsonl"}
+def test_where_nothing_can_be_written(
+    mpu: Callable, root: Path, arguments: tuple[str, ...], place: str, reason: str
+) -> None:
+    """One error before the work, which leaves nothing."""
+    (root / "file").touch()
+    (root / "sweep.toml").write_text('base = "base"\n')
+    before = set(root.rglob("*"))
+    mpu(*arguments, place, cwd=root, refused=reason)
+    assert set(root.rglob("*")) == before
 
 
 def test_a_tokenizer_without_template_or_none(mpu, tmp_path, base):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from mpu_cli.errors import UsageError
+from mpu_cli.files.transaction import check_folder
 from mpu_cli.lab.options.experiment import UNLEARN, Experiment
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
@@ -42,7 +43,7 @@ class Run(Command):
 
     def run(self, observer: Observer = SILENT) -> Outcome | Request:
         """The last round's model, and the verdicts on the models of all rounds or the log of a fixed number of them."""
-        self._check_goal()
+        self._check_options()
         if self.experiment.stops_when_done:
             from mpu_cli.lab.until_pass import run_until_pass
 
@@ -62,7 +63,8 @@ class Run(Command):
         document = {"model": request.model, "passed": request.passed, "verdicts": verdicts}
         return Report([request.model], document, status=0 if request.passed else 1)
 
-    def _check_goal(self) -> None:
+    def _check_options(self) -> None:
+        check_folder(self.out)
         flags = flags_set(self, self.goal, self.stopping)
         if flags and not self.experiment.stops_when_done:
             fixing = ("--epochs", "--mode", "--launch", "--unlearn dp_epsilon")
@@ -80,7 +82,7 @@ class Run(Command):
         from mpu_cli.training.data import read_dataset
         from mpu_cli.training.stopping import StoppingRule
 
-        self._check_goal()
+        self._check_options()
         experiment = self.experiment
         if experiment.stops_when_done:
             experiment = replace(experiment, rounds=experiment.rounds or MOST_ROUNDS)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.resumption import write_atomically
+from mpu_cli.files.transaction import check_folder
 from mpu_cli.lab.tables import markdown_table
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
@@ -88,6 +89,7 @@ class Sweep(Command):
         from mpu_cli.lab.sweep import ThroughSubmitit, play, sweep, sweep_metric_names
         from mpu_cli.measuring.results import chosen_metrics
 
+        check_folder(self._folder)
         cells = self._cells()
         # Before hours of training: an entry may be wrong.
         known_numbers = published_results(self.file, sorted({cell.experiment.base for cell in cells}))
@@ -148,6 +150,7 @@ class Sweep(Command):
         from mpu_cli.lab.sweep import finished, preview, sweep_metric_names
         from mpu_cli.measuring.results import chosen_metrics
 
+        check_folder(self._folder)
         cells = self._cells()
         with TemporaryDirectory() as scratch:  # submitit makes its folder at once
             self._jobs(Path(scratch), observer)  # raises for a cluster that cannot be used
