@@ -163,7 +163,8 @@ def main(arguments: list[str] | None = None) -> None:
         unknown = str(getattr(error, "option_name", "")).removeprefix("--").replace("-", "_")
         if context and context.command.name in COMMANDS and hasattr(error, "possibilities"):
             declared = declared_options(COMMANDS[context.command.name])
-            if meant := declared.get(OTHER_NAMES.get(unknown, unknown)):
+            meant = declared.get(OTHER_NAMES.get(unknown, unknown))
+            if meant and not meant.argument:
                 error.possibilities = [f"{meant.flag}={meant.metavar or 'VALUE'}" if meant.fold else meant.flag]
         if text := error.format_message():
             text = naming_variables(text.rstrip("."), arguments, os.environ)
