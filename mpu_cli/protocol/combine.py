@@ -11,9 +11,8 @@ import math
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -166,8 +165,7 @@ class Aggregation:
     # tensors of which one copy's change is far larger than the others', with the copy and by what factor
     outliers: tuple[tuple[str, int, float], ...] = ()
     probed: ProbedStep | None = None  # the steps that were tried on --probe, if there was one
-    planted: float = 0.0  # the largest z of noise of copies that was in the update and is taken out
-    planted_from: str = ""  # the publication of that noise
+    planted: Planted = field(default_factory=Planted)  # the noise of copies that was in the update and is taken out
     rate: float = 1.0  # how many times Δ̄ was applied
 
     @property
@@ -215,8 +213,8 @@ class Aggregation:
             yield f"and {len(self.outliers) - MAX_OUTLIERS_SHOWN} more tensors"
 
     def _problems_of_update(self) -> Iterator[str]:
-        if planted := Planted(self.planted, self.planted_from).warning:
-            yield planted
+        if self.planted.warning:
+            yield self.planted.warning
         if self.norm == 0:
             yield "all deltas are zero: nothing was unlearned"
         if self.rounding > LOST_TO_ROUNDING:
@@ -268,52 +266,30 @@ def card(base: Model, result: Aggregation, kind: str) -> str:
         "step along the update": f"{result.rate:g}",
         "made by": f"mpu {__version__}",
     }
-    lines = ["---"]
-    if hub_id:
-        lines.append(f"base_model: {json.dumps(hub_id)}")
-    lines.append("library_name: peft" if kind == "adapter" else "library_name: transformers")
-    lines += ["tags:", "- unlearning", "- mpu", "---", ""]
-    lines += ["# Unlearned model" if kind == "model" else "# Unlearning, as an adapter", ""]
-    lines.append(
+    front_matter = [f"base_model: {json.dumps(hub_id)}"] if hub_id else []
+    front_matter.append("library_name: peft" if kind == "adapter" else "library_name: transformers")
+    sections = [
+        "\n".join(["---", *front_matter, "tags:", "- unlearning", "- mpu", "---"]),
+        "# Unlearned model" if kind == "model" else "# Unlearning, as an adapter",
         "Records were unlearned without leaving their owner, with MPU "
         "([arXiv 2602.23798](https://arxiv.org/abs/2602.23798)): the owner trained disguised copies of the base "
-        "and returned weight changes only, which were combined here."
-    )
-    lines += ["", "| | |", "|---|---|"]
-    lines += [f"| {name} | {value} |" for name, value in rows.items()]
-    lines.append("")
+        "and returned weight changes only, which were combined here.",
+        "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows.items())]),
+    ]
     if result.probed:
-        lines.append(
+        curve = [f"| {tried:g} | {loss:.4f} |" for tried, loss in result.probed.curve]
+        sections += [
             "The step was chosen for the loss on records of the server's to rise by at most "
-            f"{result.probed.max_rise:g} nats per answer token:"
-        )
-        lines += ["", "| step | loss |", "|---|---|"]
-        lines += [f"| {tried:g} | {loss:.4f} |" for tried, loss in result.probed.curve]
-        lines.append("")
+            f"{result.probed.max_rise:g} nats per answer token:",
+            "\n".join(["| step | loss |", "|---|---|", *curve]),
+        ]
     if warnings := result.warnings():
-        lines += ["Warnings of `mpu aggregate`:", "", *(f"- {text}" for text in warnings), ""]
-    lines.append(
+        sections += ["Warnings of `mpu aggregate`:", "\n".join(f"- {text}" for text in warnings)]
+    sections.append(
         "Unlearning lowers what a model shows of its records; it is no proof that nothing is left. `mpu eval` "
         "measures what is."
     )
-    lines.append("")
-    return "\n".join(lines)
-
-
-class _Sums(NamedTuple):
-    """Sums over one slice, as lists: small tensors that outlive large buffers fragment the heap.
-
-    ``gram``: the deltas' inner products (m, m), upper triangle 0; ``squares``: if measured, the squared norms of the
-    update's rounding error and of the update (2,); ``noise``: the update's products with the noise of copies.
-    """
-
-    gram: list[list[float]]
-    squares: list[float]
-    noise: Products
-
-
-# The work begun on one tensor: digests of its pieces, and the sums of its slices.
-_Begun = tuple[Iterator[bytes], list[Future[_Sums]]]
+    return "\n\n".join(sections) + "\n"
 
 
 # The update of each data owner is combined from the deltas of its own copies, of a publication of the same base; the
@@ -340,8 +316,7 @@ class Combined:
 @dataclass(frozen=True)
 class Written:
     """Facts learned while a model was written: ``gram``, the inner products of the changes, float64 (k, k); entries of
-    ``Aggregation``; ``planted``, the publication whose noise is most in it; ``to_take_out``, the draws of which it has
-    too much."""
+    ``Aggregation``; ``to_take_out``, the draws of which the update has too much."""
 
     gram: torch.Tensor
     rounding: float
@@ -359,7 +334,6 @@ def aggregate(plan: AggregatePlan, *, observer: Observer = SILENT) -> Aggregatio
 def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Combined:
     """Write θ + η·Σ_owners Δ̄."""
     owners, options = plan.owners, plan.options
-    inverse_maps = InverseMaps(plan.deltas, plan.base.layout)
     noises = fingerprints(plan.base, plan.publications)
     with Transaction(force=plan.force) as transaction:
         folder = transaction.add(plan.out, directory=True)
@@ -367,32 +341,9 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
         if options.step == RESTORE:  # each owner's average restores what it lost of that owner's changes
             steps = [default_step(plan.base, owner.deltas, w) for owner, w in zip(owners, plan.weights, strict=True)]
         weights = torch.cat([w * step for w, step in zip(plan.weights, steps, strict=True)])
-
-        def write(into: Path, settled: Aggregating) -> Written:
-            """Write the model into ``into``; once more, without the noise of copies, if the update has too much of
-            that."""
-            written = write_model(plan, inverse_maps, weights, noises, options=settled, folder=into, observer=observer)
-            if written.to_take_out:
-                for path in into.iterdir():
-                    if path.is_dir():
-                        shutil.rmtree(path)
-                    else:
-                        path.unlink()
-                cleaned = write_model(
-                    plan, inverse_maps, weights, noises, options=settled, folder=into, observer=observer,
-                    without=written.to_take_out,
-                )  # fmt: skip
-                if cleaned.planted.z >= PLANTED:
-                    raise MpuError(
-                        f"nothing was written: the update has noise of the copies of {cleaned.planted.publication} in "
-                        f"it (z = {cleaned.planted.z:.1f} of {written.planted.z:.1f}) that cannot be taken out",
-                        "ask the client for another delta",
-                    )
-                written = replace(cleaned, planted=written.planted)
-            return written
-
-        options, probed = settle_step(plan.base, options, write, plan.out, observer)
-        written = write(folder, options)
+        writer = UpdateWriter(plan, weights, noises, observer)
+        options, probed = settle_step(plan.base, options, writer.write, plan.out, observer)
+        written = writer.write(folder, options)
         if probed and plan.options.probe:
             probed = measure_written(open_model(str(folder)), probed, plan.options.probe)
         if probed and len(owners) == 1:  # in units of the update, not of what restores it
@@ -400,7 +351,7 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
             probed = replace(probed, chosen=steps[0] * probed.chosen, losses=losses)
         gram = written.gram
         # Of all owners together, too: each below the bound, they may still add up to more.
-        check_norms(gram, inverse_maps.deltas, options.max_norm, weights * options.rate)
+        check_norms(gram, plan.deltas, options.max_norm, weights * options.rate)
         updates, offset = [], 0
         weights_by_owner = torch.zeros(len(owners), len(weights), dtype=torch.float64)  # 0 for the others' deltas
         for i, owner in enumerate(owners):
@@ -411,12 +362,11 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
             update = replace(
                 agreement_of(owner, plan.out, gram[part, part]),
                 rounding=written.rounding,
-                planted=written.planted.z if len(owners) == 1 else 0.0,
-                planted_from=written.planted.publication,
-                outliers=written.outliers if len(owners) == 1 else (),
                 probed=probed,
                 rate=steps[i] * options.rate,
             )
+            if len(owners) == 1:
+                update = replace(update, planted=written.planted, outliers=written.outliers)
             update.check(plan.trust_deltas)
             updates.append(update)
         if len(owners) == 1:
@@ -428,64 +378,137 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
     return Combined(plan.out, updates, cosines, written.rounding, planted, probed)
 
 
-def write_model(
-    plan: AggregatePlan, inverse_maps: InverseMaps, weights: torch.Tensor, noises: Fingerprints, *,
-    options: Aggregating, folder: Path, observer: Observer, without: frozenset[int] = frozenset(),
-) -> Written:  # fmt: skip
-    """Write θ + η·Σ_k w_k·(change k) into ``folder``, except for the model card; η is the rate of ``options``.
+class UpdateWriter:
+    """Writes θ + η·Σ_k w_k·(change k), except for the model card; searches the update for ``noises``."""
 
-    The update loses the ``noises`` of the numbers ``without``, and is searched for all of them."""
-    base, publications = plan.base, plan.publications
-    source, layout = base.checkpoint, base.layout
-    dtype = OPTION[options.dtype] if options.dtype else None
-    specs = model_specs(source, layout, dtype)
-    observer.stage("aggregate", source.nbytes)
-    rounds = [{"run": keys.run, "round": keys.round} for keys in publications]
-    origin = rounds[0] if len(rounds) == 1 else {"owners": rounds}
-    facts: dict[str, object] = {"format": "mpu-model", "version": VERSION, **origin}
-    if any(keys.publication.shared_kappa for keys in publications):
-        facts["permanent"] = True  # or the next round would be published without, unnoticed
-    deltas = inverse_maps.deltas
-    gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
-    rounding = torch.zeros(2, dtype=torch.float64)
-    noise = torch.zeros(noises.count, 4, dtype=torch.float64)
-    digests: dict[str, list[bytes]] = {}
-    outliers: list[tuple[str, int, float]] = []
-    with CheckpointWriter(folder, specs, as_metadata(facts), like=source) as writer, worker_pool() as pool:
+    def __init__(self, plan: AggregatePlan, weights: torch.Tensor, noises: Fingerprints, observer: Observer):
+        self.plan, self.weights, self.noises, self.observer = plan, weights, noises, observer
+        self._inverse_maps = InverseMaps(plan.deltas, plan.base.layout)
 
-        def begin(tensor: TensorLayout) -> _Begun:
-            digesting = piece_digests(source, tensor.name, pool)
-            if not tensor.constant:
-                return digesting, add_up(
-                    pool, tensor, source.tensor(tensor.name), inverse_maps=inverse_maps, rates=weights * options.rate,
-                    writer=writer, noises=noises, without=without,
-                )  # fmt: skip
-            writer.tensor(tensor.name).copy_(source.tensor(tensor.name))
-            return digesting, []
+    def write(self, folder: Path, options: Aggregating) -> Written:
+        """Write the model into ``folder``, with η the rate of ``options``; once more, without the noise of copies, if
+        the update has too much of that."""
+        written = self._write_once(folder, options, frozenset())
+        if not written.to_take_out:
+            return written
+        for path in folder.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        cleaned = self._write_once(folder, options, written.to_take_out)
+        if cleaned.planted.z >= PLANTED:
+            raise MpuError(
+                f"nothing was written: the update has noise of the copies of {cleaned.planted.publication} in "
+                f"it (z = {cleaned.planted.z:.1f} of {written.planted.z:.1f}) that cannot be taken out",
+                "ask the client for another delta",
+            )
+        return replace(cleaned, planted=written.planted)
 
-        for tensor, (digesting, adding) in one_ahead(begin, layout.tensors.values()):
-            name = tensor.name
-            digests[name] = list(digesting)
-            if adding:
-                products, squares, noise_here = sums_of(adding)
-                gram += products
-                rounding += squares
-                noise += noise_here
-                outliers += outliers_of(name, products, deltas)
-            source.forget_pages(name)
-            inverse_maps.forget_pages(tensor)
-            writer.forget_pages(name)
-            observer.advance(source.tensors[name].nbytes)
-        if layout.alias:
-            digests[layout.alias] = list(piece_digests(source, layout.alias, pool))
-        digest = combine(source.tensors, digests)
-        for keys in publications:
-            check_base(base, keys, digest)
-    lost = float((rounding[0] / rounding[1]).sqrt()) if rounding[1] > 0 else 0.0
-    if behind := carry_small_files(base, folder, dtype):
-        observer.note(f"{base.folder}: the result does not get {quoted_list(behind)}")
-    write_json(folder / MANIFEST_NAME, facts)
-    return Written(gram, lost, tuple(outliers), *noises.judge(noise))
+    def _write_once(self, folder: Path, options: Aggregating, without: frozenset[int]) -> Written:
+        """Write the model, whose update loses the noises of the numbers ``without``."""
+        base, keys_of_owners, deltas = self.plan.base, self.plan.publications, self.plan.deltas
+        source, layout = base.checkpoint, base.layout
+        dtype = OPTION[options.dtype] if options.dtype else None
+        self.observer.stage("aggregate", source.nbytes)
+        rounds = [{"run": keys.run, "round": keys.round} for keys in keys_of_owners]
+        origin = rounds[0] if len(rounds) == 1 else {"owners": rounds}
+        facts: dict[str, object] = {"format": "mpu-model", "version": VERSION, **origin}
+        if any(keys.publication.shared_kappa for keys in keys_of_owners):
+            facts["permanent"] = True  # or the next round would be published without, unnoticed
+        gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
+        rounding = torch.zeros(2, dtype=torch.float64)
+        noise = torch.zeros(self.noises.count, 4, dtype=torch.float64)
+        digests: dict[str, list[bytes]] = {}
+        outliers: list[tuple[str, int, float]] = []
+        specs = model_specs(source, layout, dtype)
+        with CheckpointWriter(folder, specs, as_metadata(facts), like=source) as writer, worker_pool() as pool:
+
+            def begin(tensor: TensorLayout) -> _Begun:
+                digesting = piece_digests(source, tensor.name, pool)
+                if tensor.constant:
+                    writer.tensor(tensor.name).copy_(source.tensor(tensor.name))
+                    return digesting, []
+                return digesting, self._add_up(pool, tensor, writer, self.weights * options.rate, without)
+
+            for tensor, (digesting, adding) in one_ahead(begin, layout.tensors.values()):
+                digests[tensor.name] = list(digesting)
+                if adding:
+                    sums = [future.result() for future in adding]
+                    products, squares, noise_here = (
+                        torch.tensor(parts, dtype=torch.float64).sum(0) for parts in zip(*sums, strict=True)
+                    )
+                    gram += products
+                    rounding += squares
+                    noise += noise_here.view(-1, 4)
+                    outliers += outliers_of(tensor.name, products, deltas)
+                source.forget_pages(tensor.name)
+                self._inverse_maps.forget_pages(tensor)
+                writer.forget_pages(tensor.name)
+                self.observer.advance(source.tensors[tensor.name].nbytes)
+            if layout.alias:
+                digests[layout.alias] = list(piece_digests(source, layout.alias, pool))
+            digest = combine(source.tensors, digests)
+            for keys in keys_of_owners:
+                check_base(base, keys, digest)
+        lost = float((rounding[0] / rounding[1]).sqrt()) if rounding[1] > 0 else 0.0
+        if behind := carry_small_files(base, folder, dtype):
+            self.observer.note(f"{base.folder}: the result does not get {quoted_list(behind)}")
+        write_json(folder / MANIFEST_NAME, facts)
+        return Written(gram, lost, tuple(outliers), *self.noises.judge(noise))
+
+    def _add_up(
+        self, pool: Executor, tensor: TensorLayout, writer: CheckpointWriter, rates: torch.Tensor,
+        without: frozenset[int],
+    ) -> list[Future[_Sums]]:  # fmt: skip
+        """Start writing one tensor: the base's plus the changes to it times their ``rates``."""
+        target, before = as_matrix(writer.tensor(tensor.name)), as_matrix(self.plan.base.checkpoint.tensor(tensor.name))
+        changes = self._inverse_maps.changes(tensor)
+        dtypes = [before.dtype, target.dtype, *(dtype for change in changes.values() for dtype in change.dtypes)]
+        dtype = compute_dtype(*(NAME[dtype] for dtype in dtypes))
+        slices = row_slices([change.mapping for change in changes.values()] or [TensorMap(None, None)], *before.shape)
+        measured = measured_slices(len(slices))
+        rounded_rates = rates.to(dtype).tolist()
+        tensor_noise = self.noises.of(tensor)
+
+        def work(start: int, stop: int, is_measured: bool) -> _Sums:
+            clean = before[start:stop].to(dtype)
+            update = torch.zeros_like(clean)
+            undone: dict[int, torch.Tensor] = {}
+            gram = [[0.0] * len(rates) for _ in rates]
+            for j, change in changes.items():
+                undone[j] = change.rows(start, stop, dtype).to(dtype).reshape(-1)
+                for k, other in undone.items():
+                    gram[j][k] = gram[k][j] = float(torch.dot(undone[j], other))
+                check_finite(undone[j], gram[j][j], self.plan.deltas[j], tensor.name)
+                update.view(-1).add_(undone[j], alpha=rounded_rates[j])
+            noise: Products = [[0.0] * 4] * self.noises.count
+            if changes and without:
+                tensor_noise.take_out(update, start, without)
+            if changes:
+                noise = tensor_noise.products(update, start)
+            stored = (clean + update).to(target.dtype)
+            if not all_finite(stored):
+                raise MpuError(
+                    f"{tensor.name!r}: overflows its dtype after the update", "lower --step or choose a wider --dtype"
+                )
+            target[start:stop] = stored
+            if not is_measured:
+                return gram, [0.0, 0.0], noise
+            lost = stored.to(dtype) - clean - update
+            return gram, [float(lost.double().square().sum()), float(update.double().square().sum())], noise
+
+        pool.submit(writer.populate, tensor.name)
+        return [pool.submit(work, *bounds, i in measured) for i, bounds in enumerate(slices)]
+
+
+# Sums over one slice, as lists, because small tensors that outlive large buffers fragment the heap: the deltas' inner
+# products (m, m); if measured, the squared norms of the update's rounding error and of the update (2,); the update's
+# products with the noise of copies.
+_Sums = tuple[list[list[float]], list[float], Products]
+
+# The work begun on one tensor: digests of its pieces, and the sums of its slices.
+_Begun = tuple[Iterator[bytes], list[Future[_Sums]]]
 
 
 def one_ahead(
@@ -498,78 +521,6 @@ def one_ahead(
         if len(waiting) > 1:
             yield waiting.pop(0)
     yield from waiting
-
-
-def sums_of(adding: Sequence[Future[_Sums]]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All slices of a tensor together: inner products, float64 (m, m), squares of what rounding lost, (2,), and
-    products with the noise of copies."""
-    parts = [future.result() for future in adding]
-    products = torch.tensor([part.gram for part in parts], dtype=torch.float64).sum(0)
-    squares = torch.tensor([part.squares for part in parts], dtype=torch.float64).sum(0)
-    noise = torch.tensor([part.noise for part in parts], dtype=torch.float64).sum(0).view(-1, 4)
-    return products + products.tril(-1).T, squares, noise
-
-
-def add_up(
-    pool: Executor,
-    tensor: TensorLayout,
-    base_weights: torch.Tensor,
-    *,
-    inverse_maps: InverseMaps,
-    rates: torch.Tensor,
-    writer: CheckpointWriter,
-    noises: Fingerprints,
-    without: frozenset[int],
-) -> list[Future[_Sums]]:
-    """Start writing one tensor: ``base_weights`` plus the changes to it times their ``rates``; see ``sums_of``.
-
-    The update loses the ``noises`` of the numbers ``without``, and is searched for all of them.
-    """
-    target, before = as_matrix(writer.tensor(tensor.name)), as_matrix(base_weights)
-    changes = inverse_maps.changes(tensor)
-    present_changes = [change for change in changes if change is not None]
-    dtypes = [before.dtype, target.dtype]
-    for change in present_changes:
-        dtypes += change.dtypes
-    dtype = compute_dtype(*(NAME[each] for each in dtypes))
-    maps = [change.mapping for change in present_changes] or [TensorMap(None, None)]
-    slices = row_slices(maps, *before.shape)
-    looked_at = measured_slices(len(slices))
-    rounded_rates = rates.to(dtype).tolist()
-    tensor_noise = noises.of(tensor)
-
-    def work(start: int, stop: int, measured: bool) -> _Sums:
-        undone = [None if c is None else c.rows(start, stop, dtype).to(dtype).reshape(-1) for c in changes]
-        gram = [[0.0] * len(changes) for _ in changes]  # lower triangle
-        for j, undone_j in enumerate(undone):
-            for k, other in enumerate(undone[: j + 1]):
-                if undone_j is not None and other is not None:
-                    gram[j][k] = float(torch.dot(undone_j, other))
-        clean = before[start:stop].to(dtype)
-        update = torch.zeros_like(clean)
-        for k, (part, rate) in enumerate(zip(undone, rounded_rates, strict=True)):
-            if part is not None:
-                check_finite(part, gram[k][k], inverse_maps.deltas[k], tensor.name)
-                update.view(-1).add_(part, alpha=rate)
-        noise: Products = [[0.0] * 4] * noises.count
-        if present_changes and without:
-            tensor_noise.take_out(update, start, without)
-        if present_changes:
-            noise = tensor_noise.products(update, start)
-        stored = (clean + update).to(target.dtype)
-        if not all_finite(stored):
-            raise MpuError(
-                f"{tensor.name!r}: overflows its dtype after the update", "lower --step or choose a wider --dtype"
-            )
-        target[start:stop] = stored
-        if not measured:
-            return _Sums(gram, [0.0, 0.0], noise)
-        lost = stored.to(dtype) - clean - update
-        squares = [float(lost.double().square().sum()), float(update.double().square().sum())]
-        return _Sums(gram, squares, noise)
-
-    pool.submit(writer.populate, tensor.name)
-    return [pool.submit(work, *bounds, i in looked_at) for i, bounds in enumerate(slices)]
 
 
 # Aggregating LoRA deltas into one peft adapter for the base.
@@ -590,21 +541,20 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
     tensors: dict[str, torch.Tensor] = {}
     outliers: list[tuple[str, int, float]] = []
     for tensor in layout.parameters:
-        changes = inverse_maps.changes(tensor)
-        if all(change is None for change in changes):
+        # All deltas have one for the same tensors.
+        factors = [change.factors() for change in inverse_maps.changes(tensor).values() if isinstance(change, LowRank)]
+        if not factors:
             continue
-        rows = base.checkpoint.tensors[tensor.name].shape[0]
-        factors = [c.factors(rows) if isinstance(c, LowRank) else None for c in changes]
         for delta, pair in zip(deltas, factors, strict=True):
-            if pair and not all(all_finite(factor) for factor in pair):
+            if not all(all_finite(factor) for factor in pair):
                 raise MpuError(
                     f"{delta.path}: {tensor.name!r} contains NaN or Inf, so nothing from this round was applied"
                 )
         products = _inner_products(factors)
         gram += products
         outliers += outliers_of(tensor.name, products, deltas)
-        left_factor = torch.cat([rate * float(w) * f[0] for w, f in zip(weights, factors, strict=True) if f], 1)
-        right = torch.cat([f[1] for f in factors if f], 0)
+        left_factor = torch.cat([rate * float(w) * left for w, (left, _) in zip(weights, factors, strict=True)], 1)
+        right = torch.cat([right for _, right in factors], 0)
         a, b = (left_factor.T, right.T) if layout.family.transposed else (right, left_factor)
         module = "base_model.model." + layout.full_name(tensor.name).removesuffix(".weight")
         tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
@@ -631,16 +581,12 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
     return result
 
 
-def _inner_products(factors: Sequence[tuple[torch.Tensor, torch.Tensor] | None]) -> torch.Tensor:
-    """⟨B_j A_j, B_k A_k⟩ = tr(B_jᵀB_k·A_kA_jᵀ) of every two deltas, float64 (deltas, deltas); 0 where one has none."""
+def _inner_products(factors: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+    """⟨B_j A_j, B_k A_k⟩ = tr(B_jᵀB_k·A_kA_jᵀ) of every two deltas, float64 (deltas, deltas)."""
     products = torch.zeros(len(factors), len(factors), dtype=torch.float64)
-    for j, factors_j in enumerate(factors):
-        for k, factors_k in enumerate(factors):
-            if factors_j and factors_k:
-                (b_j, a_j), (b_k, a_k) = factors_j, factors_k
-                b_product = b_j.double().T @ b_k.double()
-                a_product = a_j.double() @ a_k.double().T
-                products[j, k] = (b_product * a_product).sum()
+    for j, (b_j, a_j) in enumerate(factors):
+        for k, (b_k, a_k) in enumerate(factors):
+            products[j, k] = ((b_j.double().T @ b_k.double()) * (a_j.double() @ a_k.double().T)).sum()
     return products
 
 

@@ -317,17 +317,14 @@ class FullRank:
 class LowRank:
     """One delta's change to one tensor as a product of factors; only the requested slice is computed."""
 
-    def __init__(self, mapping: TensorMap, left_factor: torch.Tensor, right: torch.Tensor):
-        rank = left_factor.shape[-1]
-        by_rows, by_columns = mapping.split(rank)
-        self.mapping, self.dtypes = by_rows, (left_factor.dtype, right.dtype)
-        self._left_factor = FullRank(by_rows, as_matrix(left_factor))
-        right = as_matrix(right)
+    def __init__(self, left_factor: FullRank, right: FullRank):
+        self.mapping, self.dtypes = left_factor.mapping, (*left_factor.dtypes, *right.dtypes)
+        self._left_factor = left_factor
+        self._rank = rank = left_factor.change.shape[1]
         wide = compute_dtype(*(NAME[dtype] for dtype in self.dtypes))
-        starts = range(0, len(right), rank) if len(right) else [0]
-        moved = [by_columns.backward(by_columns.take(right, i, i + rank).to(wide), i) for i in starts]
-        self._right = torch.cat(moved)  # (r, columns), one below the other for a stack
-        self._rank = rank
+        starts = range(0, len(right.change), rank) if len(right.change) else [0]
+        # (r, columns), one below the other for a stack
+        self._right = torch.cat([right.rows(i, i + rank, wide).to(wide) for i in starts])
 
     def rows(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         """Rows ``start … stop`` of the product, all of one matrix."""
@@ -335,9 +332,10 @@ class LowRank:
         right = self._right[offset : offset + self._rank]
         return self._left_factor.rows(start, stop, dtype).to(dtype) @ right.to(dtype)
 
-    def factors(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both complete factors, in the base's coordinates; ``rows`` is the number of rows of the tensor."""
-        return self._left_factor.rows(0, rows, self._right.dtype).to(self._right.dtype), self._right
+    def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both complete factors, in the base's coordinates."""
+        left_factor = self._left_factor.rows(0, len(self._left_factor.change), self._right.dtype)
+        return left_factor.to(self._right.dtype), self._right
 
 
 Change = FullRank | LowRank
@@ -349,41 +347,47 @@ class InverseMaps:
 
     def __init__(self, deltas: Sequence[Delta], layout: Layout):
         self.deltas = deltas
-        self._transforms: list[Transform | None] = []
+        self._transforms: list[Transform] = []
         for delta in deltas:
-            transform = None if delta.manifest.inverted else delta.keys.publication.transform(delta.copy, layout)
-            self._transforms.append(transform)
+            publication = delta.keys.publication
+            if delta.manifest.inverted:
+                publication = replace(publication, symmetries="none")
+            self._transforms.append(publication.transform(delta.copy, layout))
 
-    def stored_names(self, tensor: TensorLayout) -> list[tuple[str, TensorMap]]:
-        """Each delta's name for ``tensor``, because experts change places in a copy, and its map."""
-        stored: list[tuple[str, TensorMap]] = []
-        for transform in self._transforms:
-            if transform is None:
-                stored.append((tensor.name, TensorMap(None, None)))
-            else:
-                stored.append((transform.name(tensor), transform.of(tensor)))
-        return stored
+    def stored_name(self, number: int, tensor: TensorLayout) -> str:
+        """The name of ``tensor`` in a delta: experts change places in a copy."""
+        return self._transforms[number].name(tensor)
+
+    def parts(self, number: int, tensor: TensorLayout) -> dict[str, FullRank]:
+        """The tensors that a delta has of ``tensor``, by their suffixes: the whole change, its factors, or nothing."""
+        stored, name = self.deltas[number].checkpoint, self.stored_name(number, tensor)
+        maps = {"": self._transforms[number].of(tensor)}
+        if name + LEFT_FACTOR in stored.tensors:
+            rank = stored.tensors[name + LEFT_FACTOR].shape[-1]
+            maps[LEFT_FACTOR], maps[RIGHT_FACTOR] = maps[""].split(rank)
+        return {
+            suffix: FullRank(mapping, as_matrix(stored.tensor(name + suffix)))
+            for suffix, mapping in maps.items()
+            if name + suffix in stored.tensors
+        }
 
     def forget_pages(self, tensor: TensorLayout) -> None:
-        """Drop the pages of what the deltas have of ``tensor``, whole or as factors, once its changes were used."""
-        for delta, transform in zip(self.deltas, self._transforms, strict=True):
-            name = transform.name(tensor) if transform else tensor.name
+        """Drop the pages of what the deltas have of ``tensor``, once its changes were used."""
+        for number, delta in enumerate(self.deltas):
             for suffix in SUFFIXES:
-                if name + suffix in delta.checkpoint.tensors:
-                    delta.checkpoint.forget_pages(name + suffix)
+                name = self.stored_name(number, tensor) + suffix
+                if name in delta.checkpoint.tensors:
+                    delta.checkpoint.forget_pages(name)
 
-    def changes(self, tensor: TensorLayout) -> list[Change | None]:
-        """Each delta's change to ``tensor``; None if it has none (a tensor that was not trained)."""
-        changes: list[Change | None] = []
-        for delta, (name, mapping) in zip(self.deltas, self.stored_names(tensor), strict=True):
-            checkpoint = delta.checkpoint
-            if name in checkpoint.tensors:
-                changes.append(FullRank(mapping, as_matrix(checkpoint.tensor(name))))
-            elif name + LEFT_FACTOR in checkpoint.tensors:
-                left_factor, right = checkpoint.tensor(name + LEFT_FACTOR), checkpoint.tensor(name + RIGHT_FACTOR)
-                changes.append(LowRank(mapping, left_factor, right))
-            else:
-                changes.append(None)
+    def changes(self, tensor: TensorLayout) -> dict[int, Change]:
+        """The changes to ``tensor``, by the numbers of their deltas; none of a delta that did not train it."""
+        changes: dict[int, Change] = {}
+        for number in range(len(self.deltas)):
+            parts = self.parts(number, tensor)
+            if "" in parts:
+                changes[number] = parts[""]
+            elif parts:
+                changes[number] = LowRank(parts[LEFT_FACTOR], parts[RIGHT_FACTOR])
         return changes
 
 
@@ -393,38 +397,31 @@ def invert(base: Model, delta: Delta, *, target: Path, transaction: Transaction,
         raise MpuError(f"{delta.path}: is already inverted", "pass it to `mpu aggregate` as it is")
     check_delta(delta, base)
     layout, tensors = base.layout, delta.checkpoint.tensors
-    transform = delta.keys.publication.transform(delta.copy, layout)
+    inverse_maps = InverseMaps([delta], layout)
     specs: dict[str, tuple[str, tuple[int, ...]]] = {}  # by the base's names
     for tensor in layout.parameters:
         for suffix in SUFFIXES:
-            if info := tensors.get(transform.name(tensor) + suffix):
+            if info := tensors.get(inverse_maps.stored_name(0, tensor) + suffix):
                 specs[tensor.name + suffix] = info.dtype, info.shape
     output = transaction.add(target, directory=nbytes_of(specs) > MAX_SHARD)
     metadata = as_metadata(delta_facts(replace(delta.manifest, inverted=True)))
     with CheckpointWriter(output, specs, metadata) as writer, worker_pool() as pool:
         for tensor in layout.parameters:
-            delta_name, mapping = transform.name(tensor), transform.of(tensor)
-            suffixes = [suffix for suffix in SUFFIXES if delta_name + suffix in tensors]
-            rank = tensors[delta_name + LEFT_FACTOR].shape[-1] if len(suffixes) > 1 else 0
-            by_rows, by_columns = mapping.split(rank) if rank else (mapping, mapping)
-            for suffix in suffixes:
-                part = {"": mapping, LEFT_FACTOR: by_rows, RIGHT_FACTOR: by_columns}[suffix]
-                name, output_tensor = delta_name + suffix, tensor.name + suffix
-                _invert_tensor(pool, delta, name, mapping=part, target=writer.tensor(output_tensor))
-                delta.checkpoint.forget_pages(name)
-                writer.forget_pages(output_tensor)
-                observer.advance(tensors[name].nbytes)
+            for suffix, part in inverse_maps.parts(0, tensor).items():
+                name = tensor.name + suffix
+                _invert_tensor(pool, delta, name, part=part, target=as_matrix(writer.tensor(name)))
+                writer.forget_pages(name)
+                observer.advance(writer.tensors[name].nbytes)
+            inverse_maps.forget_pages(tensor)
 
 
-def _invert_tensor(pool: Executor, delta: Delta, name: str, *, mapping: TensorMap, target: torch.Tensor) -> None:
-    """Write the delta's tensor ``name``, mapped back, into ``target``."""
-    change, target = as_matrix(delta.checkpoint.tensor(name)), as_matrix(target)
-    dtype = compute_dtype(delta.checkpoint.tensors[name].dtype)
+def _invert_tensor(pool: Executor, delta: Delta, name: str, *, part: FullRank, target: torch.Tensor) -> None:
+    """Write ``part`` of the delta, mapped back, into ``target``."""
+    dtype = compute_dtype(NAME[target.dtype])
 
     def work(bounds: tuple[int, int]) -> None:
-        start, stop = bounds
-        undone = FullRank(mapping, change).rows(start, stop, dtype)
+        undone = part.rows(*bounds, dtype)
         check_finite(undone, float(undone.square().sum()), delta, name)
-        target[start:stop] = undone.to(target.dtype)
+        target[slice(*bounds)] = undone
 
-    list(pool.map(work, row_slices([mapping], *change.shape)))
+    list(pool.map(work, row_slices([part.mapping], *target.shape)))

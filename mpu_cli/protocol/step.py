@@ -44,15 +44,15 @@ def default_step(base: Model, deltas: Sequence[Delta], weights: torch.Tensor) ->
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
     for tensor in base.layout.parameters:
         changes = inverse_maps.changes(tensor)
-        present = [change for change in changes if change is not None]
-        if not present:
+        if not changes:
             continue
+        numbers = torch.tensor(list(changes))
         shape = as_matrix(base.checkpoint.tensor(tensor.name)).shape
-        slices = row_slices([change.mapping for change in present], *shape)
-        for number in measured_slices(len(slices)):
-            rows = torch.stack([c.rows(*slices[number], torch.float32).double().reshape(-1) for c in present])
-            there = torch.tensor([change is not None for change in changes])
-            gram[there[:, None] & there[None, :]] += (rows @ rows.T).reshape(-1)
+        slices = row_slices([change.mapping for change in changes.values()], *shape)
+        for i in measured_slices(len(slices)):
+            rows = [change.rows(*slices[i], torch.float32).double().reshape(-1) for change in changes.values()]
+            changed = torch.stack(rows)
+            gram[numbers[:, None], numbers] += changed @ changed.T
         inverse_maps.forget_pages(tensor)
     mean_square, square = float(gram.diagonal().mean()), float(weights @ gram @ weights)
     if not (square > 0 and math.isfinite(mean_square)):  # or not finite, which is refused once all is read

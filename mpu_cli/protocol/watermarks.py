@@ -306,19 +306,17 @@ def noise_in(inverse_maps: InverseMaps, rates: torch.Tensor, noises: Fingerprint
     total, checkpoint = torch.zeros(noises.count, 4, dtype=torch.float64), noises.base.checkpoint
     with worker_pool() as pool:
         for tensor in noises.base.layout.parameters if noises.count else []:
-            present = [
-                (c, r) for c, r in zip(inverse_maps.changes(tensor), rates.tolist(), strict=True) if c is not None
-            ]
+            changes = inverse_maps.changes(tensor)
             noise, shape = noises.of(tensor), as_matrix(checkpoint.tensor(tensor.name)).shape
 
             def work(
-                bounds: tuple[int, int], present: Sequence[tuple[Change, float]] = present, noise: TensorNoise = noise
+                bounds: tuple[int, int], changes: Mapping[int, Change] = changes, noise: TensorNoise = noise
             ) -> Products:
-                rows = [change.rows(*bounds, torch.float32).float() * rate for change, rate in present]
+                rows = [float(rates[i]) * c.rows(*bounds, torch.float32).float() for i, c in changes.items()]
                 return noise.products(torch.stack(rows).sum(0), bounds[0])
 
-            if present:
-                slices = row_slices([change.mapping for change, _ in present], *shape)
+            if changes:
+                slices = row_slices([change.mapping for change in changes.values()], *shape)
                 total += torch.tensor(list(pool.map(work, slices)), dtype=torch.float64).sum(0).view(-1, 4)
             checkpoint.forget_pages(tensor.name)
             inverse_maps.forget_pages(tensor)

@@ -53,6 +53,29 @@ class TestAggregate:
             for name in raw:
                 torch.testing.assert_close(actual[name], raw[name])
 
+    def test_inverted_factors_of_stacked_experts_give_the_same(self, mpu, tmp_path):
+        """Each expert's left factor meets its own right one, in the base's order of experts, too."""
+
+        def as_factors(change: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            stacks = {name: x for name, x in change.items() if x.ndim == 3}
+            left_factors = {f"{name}.lora_B": x[..., :2].contiguous() for name, x in stacks.items()}
+            return left_factors | {f"{name}.lora_A": x[:, :2].contiguous() for name, x in stacks.items()}
+
+        save(random_model("gpt_oss"), tmp_path / "base")
+        mpu("publish", tmp_path / "base", "--copies", 2, "--out", tmp_path, "--keys", tmp_path / "keys.bin")
+        for k in (1, 2):
+            path = tmp_path / f"deltas/copy_{k}.safetensors"
+            write_delta(tmp_path / f"copy_{k}", path, seed=k, change=as_factors, facts={"kind": "lora"})
+        mpu("invert", tmp_path / "deltas", "--keys", tmp_path / "keys.bin", "--out", tmp_path / "inv")
+        results = []
+        for folder in ("deltas", "inv"):
+            aggregate(mpu, tmp_path, tmp_path / folder)
+            results.append(tensors(tmp_path / "unlearned"))
+        before = tensors(tmp_path / "base")
+        assert any(not torch.equal(results[0][name], before[name]) for name in before)
+        for name in before:
+            torch.testing.assert_close(results[1][name], results[0][name])
+
     def test_what_macos_puts_beside_files_is_passed(self, mpu, publication):
         """AppleDouble files and __MACOSX, among deltas and beside weights under a name of their own."""
         (publication / "base/model.safetensors").rename(publication / "base/weights.safetensors")
