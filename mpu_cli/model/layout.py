@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -41,70 +42,6 @@ from mpu_cli.model.wrappers import HEAD, REFUSED, family_of, supported_families
 OPTIONAL = ("head_dim", "experts", "expert_ffn", "shared_ffn", "channels")  # sizes that a config may lack
 
 
-def tensor_exists(tensor: Tensor, config: Config, layer: int) -> bool:
-    if tensor.when is None:
-        return True
-    return bool(config.get(tensor.when) if isinstance(tensor.when, str) else tensor.when(config, layer))
-
-
-def with_defaults(family: Family, config: Mapping[str, object]) -> dict[str, object]:
-    """``config`` with the family's defaults, and with what newer configs keep under rope_parameters."""
-    entries = {name: value for name, value in config.items() if value is not None}
-    if family.text_config and isinstance(text := config.get(family.text_config), dict):
-        # Not tie_word_embeddings: that of the whole stays, and _is_tied reads the text's itself.
-        text_entries = {
-            name: value for name, value in text.items() if value is not None and name != "tie_word_embeddings"
-        }
-        entries = {**entries, **text_entries, "model_type": config["model_type"]}
-    defaults = dict(family.defaults)
-    rope = entries.get("rope_parameters")
-    if isinstance(rope, dict):  # tables in it are for layers of one type
-        defaults |= {name: value for name, value in rope.items() if not isinstance(value, dict)}
-    return {**defaults, **entries}
-
-
-def structure_of(family: Family, config: Config, sizes: Mapping[str, int], layer: int, where: str) -> Structure:
-    d = sizes["head_dim"]
-    rotary = 0
-    if family.planes is not None:
-        # Rules read the size of a head from the config, which need not have it.
-        rotary = d if family.rotary is None else int(family.rotary({**config, "head_dim": d}, layer))
-    if not 0 <= rotary <= d or rotary % 2:
-        raise MpuError(
-            f"{where}: RoPE over {rotary} of a head's {d} coordinates does not divide into planes (config.json)"
-        )
-    axes: set[str] = set()
-    for tensor in family.layer_tensors:
-        if tensor_exists(tensor, config, layer):
-            for axis in tensor.axes:
-                axes.update(names_of(axis))
-    norm = None
-    if "|head|" in axes:
-        norm = "shared"
-    elif "|query|" in axes:
-        norm = "whole"
-    return Structure(
-        family.planes,
-        rotary,
-        norm,
-        movable=bool(value_of(family.movable_heads, config, layer)),
-        ffns=tuple(Ffn(of, family.gated and f"{of}up" in axes) for of in ("", "s-", "e-") if f"{of}ffn" in axes),
-        groups=int(config.get("n_group") or 1) if "e-ffn" in axes else 0,
-        attention="query" in axes,
-        elementwise="|mixed|" in axes,
-        keys_are_values="key" in axes and "value" not in axes,
-        reads=value_of(family.reads, config, layer),
-        latent=value_of(family.latent, config, layer) if "mla-query" in axes else None,
-        latents=tuple(axis for axis in LATENTS if axis in axes),
-        grouped=tuple(heads for heads in GROUPED if heads.inner in axes),
-        ordered=tuple(axis for axis in ORDERED if axis in axes),
-    )
-
-
-def value_of(rule: Any, config: Config, layer: int) -> Any:
-    return rule(config, layer) if callable(rule) else rule
-
-
 def supported_family(config: Mapping[str, object], where: str) -> Family:
     model_type, text = config.get("model_type"), config.get("text_config")
     text_type = text.get("model_type") if isinstance(text, dict) else None
@@ -133,60 +70,182 @@ def supported_family(config: Mapping[str, object], where: str) -> Family:
     return family
 
 
-def sizes_of_model(family: Family, config: Config, where: str) -> dict[str, int]:
-    sizes: dict[str, int] = {}
-    for size, source in family.sizes.items():
-        if (value := size_of(size, source, config, sizes=sizes, layer=0, where=where)) is not None:
-            sizes[size] = value
-    if "head_dim" not in sizes:
-        if sizes["model"] % sizes["heads"]:
-            raise MpuError(f"{where}: {sizes['heads']} heads do not divide a width of {sizes['model']} (config.json)")
-        sizes["head_dim"] = sizes["model"] // sizes["heads"]
-    check_heads(family, sizes, where)
-    return sizes
+class Architecture:
+    """A family applied to one config: the sizes of its axes, which tensors it has, and what decides its symmetries."""
 
+    def __init__(self, config: Mapping[str, object], where: str, family: Family | None = None):
+        self.family = family or supported_family(config, where)
+        self._where, self._config_file = where, config
+        self._config = self._with_defaults(config)
+        self.sizes: dict[str, int] = {}
+        for size, source in self.family.sizes.items():
+            if (value := self._size(size, source, 0)) is not None:
+                self.sizes[size] = value
+        if "head_dim" not in self.sizes:
+            heads, width = self.sizes["heads"], self.sizes["model"]
+            if width % heads:
+                raise MpuError(f"{where}: {heads} heads do not divide a width of {width} (config.json)")
+            self.sizes["head_dim"] = width // heads
+        self._check_heads(self.sizes)
 
-def sizes_of_layer(family: Family, config: Config, sizes: dict[str, int], layer: int, where: str) -> Mapping[str, int]:
-    """``sizes`` with those that are a layer's own."""
-    if not family.layer_sizes:
-        return sizes
-    overrides = {
-        name: size_of(name, source, config, sizes=sizes, layer=layer, where=where)
-        for name, source in family.layer_sizes.items()
-    }
-    layer_sizes = sizes | {name: value for name, value in overrides.items() if value is not None}
-    check_heads(family, layer_sizes, where)
-    return layer_sizes
+    def _with_defaults(self, config: Mapping[str, object]) -> Config:
+        """``config`` with the family's defaults, and with what newer configs keep under rope_parameters."""
+        family = self.family
+        entries = {name: value for name, value in config.items() if value is not None}
+        if family.text_config and isinstance(text := config.get(family.text_config), dict):
+            # Not tie_word_embeddings: that of the whole stays, and is_tied reads the text's itself.
+            text_entries = {
+                name: value for name, value in text.items() if value is not None and name != "tie_word_embeddings"
+            }
+            entries |= {**text_entries, "model_type": config["model_type"]}
+        defaults = dict(family.defaults)
+        rope = entries.get("rope_parameters")
+        if isinstance(rope, dict):  # tables in it are for layers of one type
+            defaults |= {name: value for name, value in rope.items() if not isinstance(value, dict)}
+        return {**defaults, **entries}
 
+    def _size(self, size: str, source: SizeSource, layer: int) -> int | None:
+        """A size, from its source; None if the model has no such thing."""
+        key = size
+        value: Any = source
+        if callable(source):
+            value = source(self._config, layer)
+        elif not isinstance(source, int):
+            keys = (source,) if isinstance(source, str) else tuple(source)
+            key = next((name for name in keys if self._config.get(name) is not None), keys[0])
+            value = self._config.get(key)
+        if value is None and size == "kv_heads":
+            value = self.sizes["heads"]
+        if value is None and key == "n_inner":  # GPT-2's, for which transformers assumes this
+            value = 4 * self.sizes["model"]
+        if value is None and (size in OPTIONAL or callable(source)):
+            return None
+        if type(value) is not int or value < 1:
+            raise MpuError(f"{self._where}: {key} in config.json is {value!r}, not a positive integer")
+        return value
 
-def size_of(
-    size: str, source: SizeSource, config: Config, *, sizes: Mapping[str, int], layer: int, where: str
-) -> int | None:
-    """A size, from its source; None if the model has no such thing."""
-    if callable(source):
-        key, value = size, source(config, layer)
-    elif isinstance(source, int):
-        key, value = size, source
-    else:
-        keys = (source,) if isinstance(source, str) else tuple(source)
-        key = next((name for name in keys if config.get(name) is not None), keys[0])
-        value = config.get(key)
-    if value is None and size == "kv_heads":
-        value = sizes["heads"]
-    if value is None and key == "n_inner":  # GPT-2's, for which transformers assumes this
-        value = 4 * sizes["model"]
-    if value is None and (size in OPTIONAL or callable(source)):
-        return None
-    if type(value) is not int or value < 1:
-        raise MpuError(f"{where}: {key} in config.json is {value!r}, not a positive integer")
-    return value
+    def _check_heads(self, sizes: Mapping[str, int]) -> None:
+        heads, kv_heads, d = sizes["heads"], sizes["kv_heads"], sizes["head_dim"]
+        if heads % kv_heads:
+            raise MpuError(f"{self._where}: {kv_heads} KV heads do not divide {heads} heads (config.json)")
+        if self.family.planes and self.family.rotary is None and d % 2:
+            raise MpuError(f"{self._where}: head size {d} does not divide into RoPE planes (config.json)")
 
+    @cached_property
+    def layer_sizes(self) -> tuple[Mapping[str, int], ...]:
+        """The sizes in each layer, if they differ; else empty."""
+        layers: list[Mapping[str, int]] = []
+        for i in range(self.sizes["layers"] if self.family.layer_sizes else 0):
+            sizes = dict(self.sizes)
+            for size, source in self.family.layer_sizes.items():
+                if (value := self._size(size, source, i)) is not None:
+                    sizes[size] = value
+            self._check_heads(sizes)
+            layers.append(sizes)
+        return tuple(layers)
 
-def check_heads(family: Family, sizes: Mapping[str, int], where: str) -> None:
-    if sizes["heads"] % sizes["kv_heads"]:
-        raise MpuError(f"{where}: {sizes['kv_heads']} KV heads do not divide {sizes['heads']} heads (config.json)")
-    if family.planes and family.rotary is None and sizes["head_dim"] % 2:
-        raise MpuError(f"{where}: head size {sizes['head_dim']} does not divide into RoPE planes (config.json)")
+    def sizes_of(self, layer: int | None) -> Mapping[str, int]:
+        """The sizes in a layer, or of the whole model (None)."""
+        return self.sizes if layer is None or not self.layer_sizes else self.layer_sizes[layer]
+
+    def _value(self, rule: Any, layer: int) -> Any:
+        return rule(self._config, layer) if callable(rule) else rule
+
+    def has(self, tensor: Tensor, layer: int) -> bool:
+        """Whether a layer, or the model, has this tensor of the table."""
+        if isinstance(tensor.when, str):
+            return bool(self._config.get(tensor.when))
+        return tensor.when is None or bool(tensor.when(self._config, layer))
+
+    def structure(self, layer: int) -> Structure:
+        family, d = self.family, self.sizes_of(layer)["head_dim"]
+        rotary = 0
+        if family.planes is not None:
+            # Rules read the size of a head from the config, which need not have it.
+            rotary = d if family.rotary is None else int(family.rotary({**self._config, "head_dim": d}, layer))
+        if not 0 <= rotary <= d or rotary % 2:
+            raise MpuError(
+                f"{self._where}: RoPE over {rotary} of a head's {d} coordinates does not divide into planes "
+                "(config.json)"
+            )
+        tensors = [tensor for tensor in family.layer_tensors if self.has(tensor, layer)]
+        axes = {name for tensor in tensors for axis in tensor.axes for name in names_of(axis)}
+        norms = {"|head|": "shared", "|query|": "whole"}
+        return Structure(
+            family.planes,
+            rotary,
+            next((norm for axis, norm in norms.items() if axis in axes), None),
+            movable=bool(self._value(family.movable_heads, layer)),
+            ffns=tuple(Ffn(of, family.gated and f"{of}up" in axes) for of in ("", "s-", "e-") if f"{of}ffn" in axes),
+            groups=int(self._config.get("n_group") or 1) if "e-ffn" in axes else 0,
+            attention="query" in axes,
+            elementwise="|mixed|" in axes,
+            keys_are_values="key" in axes and "value" not in axes,
+            reads=self._value(family.reads, layer),
+            latent=self._value(family.latent, layer) if "mla-query" in axes else None,
+            latents=tuple(axis for axis in LATENTS if axis in axes),
+            grouped=tuple(heads for heads in GROUPED if heads.inner in axes),
+            ordered=tuple(axis for axis in ORDERED if axis in axes),
+        )
+
+    def is_tied(self, head: str | None) -> bool:
+        """Whether transformers makes the head and the embedding one tensor; ``head``: the name of one that is
+        stored."""
+        family, is_tied = self.family, bool(self._config.get("tie_word_embeddings"))
+        text = self._config_file.get(family.text_config) if family.text_config else None
+        if not isinstance(text, dict):
+            return is_tied
+        text_tied = text.get("tie_word_embeddings")
+        if "text" in family.ties and (family.text_tied if text_tied is None else text_tied):
+            return True
+        # Where a wrapper's config says nothing, transformers goes by what the files have, too.
+        is_silent = self._config_file.get("tie_word_embeddings") is None
+        return "outer" in family.ties and is_tied and not (is_silent and head)
+
+    def arranged_as(self, stored: Collection[str]) -> list[Tensor]:
+        """The tensors of a layer as these files hold them: as the Hub's do, unless only memory's names are there."""
+        family = self.family
+
+        def are_stored(arranged: Iterable[Tensor]) -> bool:
+            suffixes = [tensor.name.replace("{e}", "0") for tensor in arranged]
+            names = {family.layer.format(i=i) + suffix for i in range(self.sizes["layers"]) for suffix in suffixes}
+            return any(name in stored or name.removeprefix(family.prefix) in stored for name in names)
+
+        in_memory = [tensor for tensor in family.layer_tensors if tensor.parts]
+        in_files = [part for tensor in in_memory for part in tensor.in_files()]
+        if are_stored(in_memory) and not are_stored(in_files):
+            return list(family.layer_tensors)
+        return [part for tensor in family.layer_tensors for part in tensor.in_files()]
+
+    def tensors(
+        self, layer_tensors: Iterable[Tensor], here: Callable[[str], str] = lambda name: name
+    ) -> dict[str, TensorLayout]:
+        """The tensors of the table, with these ``layer_tensors``, by the names that they have ``here``."""
+        layouts: dict[str, TensorLayout] = {}
+
+        def add(tensor: Tensor, prefix: str, layer: int | None) -> None:
+            if not self.has(tensor, layer or 0):
+                return
+            sizes = self.sizes_of(layer)
+            axes, chunks = zip(*(_names_and_chunks(axis, sizes) for axis in tensor.axes), strict=True)
+            experts: Iterable[int | None] = range(self.sizes["experts"]) if "{e}" in tensor.name else (None,)
+            for e in experts:
+                name = here(prefix + tensor.name.replace("{e}", str(e)))
+                block = here(prefix.rstrip(".")) if prefix and tensor.trained else name
+                layouts[name] = TensorLayout(
+                    name, axes, layer, block=block, constant=not tensor.trained, chunks=chunks, expert=e
+                )
+
+        for tensor in self.family.tensors:
+            add(tensor, "", None)
+        for i in range(self.sizes["layers"]):
+            for tensor in layer_tensors:
+                add(tensor, self.family.layer.format(i=i), i)
+        return layouts
+
+    def shape(self, tensor: TensorLayout) -> tuple[int, ...]:
+        sizes = self.sizes_of(tensor.layer)
+        return tuple(sum(axis_length(sizes, axis) for axis in group) for group in tensor.axes)
 
 
 # axis → the size that it has (times the size of a head, for those of attention)
@@ -225,13 +284,8 @@ class Layout:
     tensors: Mapping[str, TensorLayout]
     alias: str | None  # the tensor of a tied head, which only repeats the embedding, if the files contain it
     unprefixed: bool  # whether the names lack the family's prefix
-    structures: tuple[Structure, ...] = ()  # of each layer: what decides its symmetries
-    config: Config = field(default_factory=dict)  # the model's, with defaults filled in
-    layer_sizes: tuple[Mapping[str, int], ...] = ()  # the sizes in each layer, if they differ
-
-    def sizes_of(self, layer: int | None) -> Mapping[str, int]:
-        """The sizes in a layer, or of the whole model (None)."""
-        return self.sizes if layer is None or not self.layer_sizes else self.layer_sizes[layer]
+    structures: tuple[Structure, ...]  # of each layer: what decides its symmetries
+    sizes_of: Callable[[int | None], Mapping[str, int]]  # in a layer, or of the whole model (None)
 
     @property
     def blocks(self) -> dict[str, list[TensorLayout]]:
@@ -312,7 +366,7 @@ def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], w
     variants = variants_of(supported_family(config, where))
     family = max(variants, key=lambda variant: sum(tensor.name in tensors for tensor in variant.tensors))
     try:
-        return _layout(family, tensors, config, where)
+        return _layout(Architecture(config, where, family), tensors, where)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # a config may hold anything
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise MpuError(f"{where}: config.json does not describe a {config['model_type']} model ({reason})") from error
@@ -323,25 +377,21 @@ def expected_tensors(config: Mapping[str, object]) -> dict[str, TensorInfo]:
 
     For models without files; of what surrounds a language model, only what writes into it.
     """
-    where = "config"
-    family = supported_family(config, where)
-    filled = with_defaults(family, config)
-    sizes = sizes_of_model(family, filled, where)
-    of_layers = tuple(sizes_of_layer(family, filled, sizes, i, where) for i in range(sizes["layers"]))
+    architecture = Architecture(config, "config")
     try:
-        layer_tensors = _arranged(family, len(of_layers), {})
-        expected = _expected_layouts(family, filled, sizes, of_layers, layer_tensors=layer_tensors)
+        expected = architecture.tensors(architecture.arranged_as({}))
     except KeyError as error:
-        raise MpuError(f"{where}: does not say how large {error} is") from error
-    if _is_tied(family, config, filled, None):
-        expected = {name: tensor for name, tensor in expected.items() if name not in family.heads}
-    shapes = {name: _shape(tensor, sizes, of_layers) for name, tensor in expected.items()}
-    return {name: TensorInfo(name, "F32", shape, Path(), 0) for name, shape in shapes.items()}
+        raise MpuError(f"config: does not say how large {error} is") from error
+    unstored = architecture.family.heads if architecture.is_tied(None) else ()
+    return {
+        name: TensorInfo(name, "F32", architecture.shape(tensor), Path(), 0)
+        for name, tensor in expected.items()
+        if name not in unstored
+    }
 
 
-def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[str, object], where: str) -> Layout:
-    filled = with_defaults(family, config)
-    sizes = sizes_of_model(family, filled, where)
+def _layout(architecture: Architecture, tensors: Mapping[str, TensorInfo], where: str) -> Layout:
+    family, sizes = architecture.family, architecture.sizes
     unprefixed = not any(name.startswith(family.prefix) for name in tensors)
 
     def here(name: str) -> str:
@@ -352,16 +402,15 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
         raise MpuError(
             f"{where}: config.json specifies {layers} layers, but the weights have only {len(tensors)} tensors"
         )
-    of_layers = tuple(sizes_of_layer(family, filled, sizes, i, where) for i in range(layers))
-    layer_tensors = _arranged(family, layers, tensors)
+    layer_tensors = architecture.arranged_as(tensors)
     if any("{e}" in t.name for t in layer_tensors) and sizes["experts"] > len(tensors):
         raise MpuError(f"{where}: config.json specifies {sizes['experts']} experts, more than there are tensors")
-    expected = _expected_layouts(family, filled, sizes, of_layers, layer_tensors=layer_tensors, here=here)
+    expected = architecture.tensors(layer_tensors, here)
     stored_head = next((here(name) for name in family.heads if here(name) in tensors), None)
     expected_head = next((here(name) for name in family.heads if here(name) in expected), None)
     alias = None
     embedding = next(name for name, tensor in expected.items() if tensor.axes[0] == ("vocab",))
-    if _is_tied(family, config, filled, stored_head):
+    if architecture.is_tied(stored_head):
         expected.pop(expected_head or "", None)
         if stored_head and embedding not in tensors:  # the embedding is stored under the head's name
             expected = _with_new_name(expected, embedding, stored_head)
@@ -370,76 +419,39 @@ def _layout(family: Family, tensors: Mapping[str, TensorInfo], config: Mapping[s
     elif expected_head and stored_head and stored_head != expected_head:  # the head is stored under its other name
         expected = _with_new_name(expected, expected_head, stored_head)
     constants = _check_names(family, expected, tensors, alias, where)
-    for name, layout in expected.items():
-        shape = _shape(layout, sizes, of_layers)
-        if tensors[name].shape != shape:
-            swapped = sorted(tensors[name].shape) == sorted(shape)
+    for name, tensor in expected.items():
+        shape, info = architecture.shape(tensor), tensors[name]
+        if info.shape != shape:
+            swapped = sorted(info.shape) == sorted(shape)
             raise MpuError(
-                f"{where}: {name!r} has shape {list(tensors[name].shape)}, but config.json requires {list(shape)}",
+                f"{where}: {name!r} has shape {list(info.shape)}, but config.json requires {list(shape)}",
                 "load the model with transformers and save it again, which arranges its tensors" if swapped else None,
             )
-        if tensors[name].dtype not in FLOATS:
+        if info.dtype not in FLOATS:
             raise MpuError(
-                f"{where}: {name!r} is stored as {tensors[name].dtype}, but mpu needs weights that are not quantised "
+                f"{where}: {name!r} is stored as {info.dtype}, but mpu needs weights that are not quantised "
                 f"({', '.join(FLOATS)})"
             )
     for name in constants:
         expected[name] = TensorLayout(name, ((),) * len(tensors[name].shape), None, name, constant=True)
-    structures = tuple(structure_of(family, filled, of_layers[i], i, where) for i in range(layers))
-    return Layout(
-        family, sizes, expected, alias=alias, unprefixed=unprefixed, structures=structures, config=filled,
-        layer_sizes=of_layers if family.layer_sizes else (),
-    )  # fmt: skip
-
-
-def _expected_layouts(
-    family: Family,
-    config: Config,
-    sizes: Mapping[str, int],
-    of_layers: Sequence[Mapping[str, int]],
-    *,
-    layer_tensors: Sequence[Tensor],
-    here: Callable[[str], str] = lambda name: name,
-) -> dict[str, TensorLayout]:
-    """The tensors of the table, with these ``layer_tensors``, by the names that they have ``here``."""
-    expected: dict[str, TensorLayout] = {}
-
-    def expect(tensor: Tensor, prefix: str, layer: int | None, block: str | None) -> None:
-        if not tensor_exists(tensor, config, layer or 0):
-            return
-        own_sizes = sizes if layer is None else of_layers[layer]
-        axes, chunks = zip(*(_names_and_chunks(axis, own_sizes) for axis in tensor.axes), strict=True)
-        experts: Iterable[int | None] = range(sizes["experts"]) if "{e}" in tensor.name else (None,)
-        for e in experts:
-            name = here(prefix + tensor.name.replace("{e}", str(e)))
-            block_name = name if block is None or not tensor.trained else here(block)
-            expected[name] = TensorLayout(
-                name, axes, layer, block=block_name, constant=not tensor.trained, chunks=chunks, expert=e
-            )
-
-    for tensor in family.tensors:
-        expect(tensor, "", None, None)
-    for i in range(len(of_layers)):
-        prefix = family.layer.format(i=i)
-        for tensor in layer_tensors:
-            expect(tensor, prefix, i, prefix.rstrip("."))
-    return expected
+    structures = tuple(architecture.structure(i) for i in range(layers))
+    return Layout(family, sizes, expected, alias, unprefixed, structures, architecture.sizes_of)
 
 
 def _check_names(
     family: Family, expected: Collection[str], tensors: Collection[str], alias: str | None, where: str
 ) -> list[str]:
     """The constants among ``tensors``."""
-    unexpected = [name for name in tensors if name not in expected and not name.startswith(family.frozen_prefixes)]
-    if dead := sorted(name for name in unexpected if any(fnmatch.fnmatch(name, pattern) for pattern in family.dead)):
+    others = [name for name in tensors if name not in expected]
+    constants = [n for n in others if n.endswith(family.buffers) or n.startswith(family.frozen_prefixes)]
+    outside = [name for name in others if not name.startswith(family.frozen_prefixes)]
+    if dead := [name for name in outside if any(fnmatch.fnmatch(name, pattern) for pattern in family.dead)]:
         raise MpuError(
             f"{where}: the weights contain {quoted_list(dead)}, which the model does not use; a copy would give them "
             "away",
             "load the model with transformers and save it again, which leaves them out",
         )
-    ends, begins = family.buffers, family.frozen_prefixes
-    constants = [n for n in tensors if n not in expected and (n.endswith(ends) or n.startswith(begins))]
-    unknown = set(tensors) - set(expected) - set(constants) - {alias}
+    unknown = set(others) - {*constants, alias}
     if missing := set(expected) - set(tensors):
         hint = None
         if unknown:
@@ -449,11 +461,6 @@ def _check_names(
     if unknown:
         raise MpuError(f"{where}: the weights contain {quoted_list(unknown)}, which config.json does not describe")
     return constants
-
-
-def _shape(tensor: TensorLayout, sizes: Mapping[str, int], of_layers: Sequence[Mapping[str, int]]) -> tuple[int, ...]:
-    axis_sizes = sizes if tensor.layer is None else of_layers[tensor.layer]
-    return tuple(sum(axis_length(axis_sizes, axis) for axis in group) for group in tensor.axes)
 
 
 def axis_length(sizes: Mapping[str, int], axis: str) -> int:
@@ -476,40 +483,9 @@ def _with_new_name(expected: Mapping[str, TensorLayout], old: str, new: str) -> 
     return renamed
 
 
-def _is_tied(family: Family, config: Mapping[str, object], filled: Config, head: str | None) -> bool:
-    """Whether transformers makes the head and the embedding one tensor; ``head``: the name of one that is stored."""
-    text = config.get(family.text_config) if family.text_config else None
-    if not isinstance(text, dict):
-        return bool(filled.get("tie_word_embeddings"))
-    text_tied = text.get("tie_word_embeddings")
-    if text_tied is None:
-        text_tied = family.text_tied
-    if "text" in family.ties and text_tied:
-        return True
-    if "outer" not in family.ties:
-        return False
-    # Where a wrapper's config says nothing, transformers goes by what the files have, too.
-    return bool(filled.get("tie_word_embeddings")) and not (config.get("tie_word_embeddings") is None and head)
-
-
 def _names_and_chunks(axis: Axis, sizes: Mapping[str, int]) -> tuple[tuple[str, ...], int]:
     if isinstance(axis, Fused):
         return axis.names, axis.chunks if isinstance(axis.chunks, int) else sizes[axis.chunks]
     if isinstance(axis, Repeated):
         return (axis.name,) * sizes[axis.times], 1
     return names_of(axis), 1
-
-
-def _arranged(family: Family, layers: int, tensors: Collection[str]) -> list[Tensor]:
-    """The tensors of a layer as these files hold them: as the Hub's do, unless only memory's names are there."""
-
-    def are_stored(arranged: Iterable[Tensor]) -> bool:
-        suffixes = [tensor.name.replace("{e}", "0") for tensor in arranged]
-        names = {family.layer.format(i=i) + suffix for i in range(layers) for suffix in suffixes}
-        return not names.isdisjoint(tensors) or any(name.removeprefix(family.prefix) in tensors for name in names)
-
-    in_memory = [tensor for tensor in family.layer_tensors if tensor.parts]
-    in_files = [part for tensor in in_memory for part in tensor.in_files()]
-    if are_stored(in_memory) and not are_stored(in_files):
-        return list(family.layer_tensors)
-    return [part for tensor in family.layer_tensors for part in tensor.in_files()]
