@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 
@@ -52,7 +52,7 @@ from mpu_cli.model.network import build, config_of
 from mpu_cli.model.sampling import AxisMap
 from mpu_cli.model.source import Model
 from mpu_cli.model.tensors import in_memory, pieces_in_files
-from mpu_cli.model.transform import TensorMap, Transform, as_matrix, row_slices
+from mpu_cli.model.transform import TensorMap, as_matrix, row_slices
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.protocol.deltas import check_base
 from mpu_cli.protocol.keys import Keys
@@ -177,23 +177,30 @@ class Trace:
         """
         if len(publication.copies) == 1 and self.is_named(publication):
             return [publication.copies[0]]
-        by_coordinates = [each for each in publication.copies if self.is_significant(each.log_p_coordinates)]
+        by_coordinates = [copy for copy in publication.copies if self.is_significant(copy.log_p_coordinates)]
         if by_coordinates:
             return by_coordinates
         if publication.keys.publication.scheme.one_draw and len(publication.copies) > 2:
             return []
-        by_noise = []
-        for each in publication.copies:
-            if each.noise and self.is_significant(each.noise.log_p_as_source):
-                by_noise.append((each, each.noise))
+        by_noise = [
+            (copy, copy.noise)
+            for copy in publication.copies
+            if copy.noise and self.is_significant(copy.noise.log_p_as_source)
+        ]
+        if not by_noise:
+            return []
         if any(math.isnan(noise.share) for _, noise in by_noise):
             largest = max(noise.z for _, noise in by_noise)
-            return [each for each, noise in by_noise if noise.z > SAME_Z * largest]
-        watermarked = publication.watermark is not None and self.is_significant(publication.watermark.log_p_as_source)
-        expected = publication.watermark.share if publication.watermark and watermarked else 1.0
-        off = {each.copy: abs(noise.share / expected - 1) for each, noise in by_noise}
-        nearest = [each for each, _ in by_noise if off[each.copy] == min(off.values())]
-        return nearest if nearest and (not watermarked or off[nearest[0].copy] < SAME_SHARE) else []
+            return [copy for copy, noise in by_noise if noise.z > SAME_Z * largest]
+        watermark = publication.watermark
+        if watermark and not self.is_significant(watermark.log_p_as_source):
+            watermark = None
+        expected = watermark.share if watermark else 1.0
+        deviations = [(abs(noise.share / expected - 1), copy) for copy, noise in by_noise]
+        smallest = min(deviation for deviation, _ in deviations)
+        if watermark and smallest >= SAME_SHARE:
+            return []
+        return [copy for deviation, copy in deviations if deviation == smallest]
 
 
 # The noise of a publication as a trace looks for it, and the sums from which z follows.
@@ -208,25 +215,32 @@ class PublicationKeys:
     base: Model
 
 
-@dataclass
-class Sums:
-    """Σ w⟨r, n⟩, Σ w²‖r‖²‖t‖² and Σ w·‖t‖²·(number of weights), for the watermark and for each copy, (noises, 3)."""
+# Of the watermark (row 0) and of each copy's noise: Σ w⟨r, n⟩, Σ w²‖r‖²‖t‖² and Σ w·‖t‖²·(number of weights), float64.
+Sums = torch.Tensor
 
-    total: torch.Tensor
-    blocks: dict[str, torch.Tensor] = field(default_factory=dict)
 
-    def add(self, block: str, part: torch.Tensor) -> None:
-        self.total += part
-        self.blocks[block] = self.blocks.get(block, torch.zeros_like(part)) + part
-
-    def evidence(self, row: int) -> NoiseEvidence:
-        products, variance, gain = self.total[row].tolist()
-        by_block = {block: _z(*sums[row, :2].tolist()) for block, sums in self.blocks.items()}
-        return NoiseEvidence(_z(products, variance), products / gain if gain else math.nan, by_block)
+def noise_evidence(sums: Mapping[str, Sums], row: int) -> NoiseEvidence:
+    """The evidence of one noise from the sums of each block."""
+    total = sum((block_sums[row] for block_sums in sums.values()), torch.zeros(3, dtype=torch.float64))
+    products, variance, gain = total.tolist()
+    by_block = {block: _z(*block_sums[row, :2].tolist()) for block, block_sums in sums.items()}
+    return NoiseEvidence(_z(products, variance), products / gain if gain else math.nan, by_block)
 
 
 def _z(products: float, variance: float) -> float:
     return products / math.sqrt(variance) if variance > 0 else math.nan
+
+
+def _evidence(
+    publication: PublicationKeys, copies: Sequence[CopyEvidence], sums: Mapping[str, Sums], tensors: int
+) -> PublicationEvidence:
+    """The evidence of a publication: that of its copies' coordinates, and the noise that ``sums`` show."""
+    keys = publication.keys
+    if any(keys.sigma.values()):
+        copies = [replace(copy, noise=noise_evidence(sums, copy.copy)) for copy in copies]
+    watermark = noise_evidence(sums, 0) if keys.publication.watermark else None
+    total = len(publication.base.layout.parameters)
+    return PublicationEvidence(publication.label, keys, watermark, tuple(copies), tensors, total)
 
 
 def noise_of(publication: PublicationKeys) -> Noise:
@@ -245,14 +259,14 @@ def templates_of(noise: Noise, scales: Scales) -> torch.Tensor:
 
 
 def sums_of(
-    residue: torch.Tensor, draws: Sequence[torch.Tensor], templates: torch.Tensor, weight: float, unit: float = 1.0
-) -> torch.Tensor:
-    """The sums of ``Sums`` for some weights: ``residue``, float32 (n,), ``draws`` as ``templates`` mixes them;
-    ``unit``: how much of the base there is, of which the noise is a share."""
+    residual: torch.Tensor, draws: Sequence[torch.Tensor], templates: torch.Tensor, weight: float, unit: float = 1.0
+) -> Sums:
+    """The sums over some weights: ``residual``, float32 (n,), ``draws`` as ``templates`` mixes them; ``unit``: how much
+    of the base there is, of which the noise is a share."""
     templates = unit * templates
-    products = torch.stack([(residue * draw).double().sum() for draw in draws])
-    square, norms = float(residue.double().square().sum()), templates.square().sum(1)
-    parts = (weight * (templates @ products), weight**2 * square * norms, weight * residue.numel() * norms)
+    products = torch.stack([(residual * draw).double().sum() for draw in draws])
+    square, norms = float(residual.double().square().sum()), templates.square().sum(1)
+    parts = (weight * (templates @ products), weight**2 * square * norms, weight * residual.numel() * norms)
     return torch.stack(parts, 1)
 
 
@@ -278,124 +292,104 @@ def trace(
     ``pretrained``: the public model, which makes models between it and a copy easier to trace.
     """
     checkpoint = open_suspect(source)
-    observer.stage("trace", sum(each.base.checkpoint.nbytes for each in publications))
+    observer.stage("trace", sum(publication.base.checkpoint.nbytes for publication in publications))
     results = []
-    matched: dict[str, tuple[Suspect, AxisMap]] = {}  # by the base's fingerprint
-    checked: set[tuple[str, str]] = set()
+    matched: dict[tuple[str, str], tuple[Suspect, AxisMap]] = {}  # by the base's address and fingerprint
     with worker_pool() as pool:
-        for each in publications:
-            identity = (each.base.address, each.keys.base.fingerprint)
-            if identity not in checked:
-                check_base(each.base, each.keys)
-                checked.add(identity)
-            base, layout, fingerprint = each.base, each.base.layout, each.keys.base.fingerprint
-            if fingerprint not in matched:
-                suspect = match_suspect(source, checkpoint, base.checkpoint, layout)
-                residual = find_residual(suspect, base.checkpoint, layout)
-                matched[fingerprint] = match_layers(suspect, base.checkpoint, layout, residual), residual
-            suspect, residual = matched[fingerprint]
-            tracer = _Tracer(each, suspect, residual=residual, public=matching(base, pretrained), pool=pool)
+        for publication in publications:
+            base = publication.base
+            identity = base.address, publication.keys.base.fingerprint
+            if identity not in matched:
+                check_base(base, publication.keys)
+                suspect = match_suspect(source, checkpoint, base.checkpoint, base.layout)
+                order = find_residual(suspect, base.checkpoint, base.layout)
+                matched[identity] = match_layers(suspect, base.checkpoint, base.layout, order), order
+            tracer = _Tracer(publication, *matched[identity], matching(base, pretrained), pool)
             results.append(tracer.evidence(observer))
     return Trace(source, tuple(results))
 
 
+@dataclass
 class _Tracer:
-    """One publication in one suspect."""
+    """One publication in the weights of one suspect."""
 
-    def __init__(
-        self, publication: PublicationKeys, suspect: Suspect, *, residual: AxisMap,
-        public: Mapping[str, torch.Tensor] | None, pool: Executor,
-    ):  # fmt: skip
-        self._label, self._keys, self._pool = publication.label, publication.keys, pool
-        self._base, self._suspect, self._public = publication.base.checkpoint, suspect, public
-        layout = self._layout = publication.base.layout
-        values = self._keys.publication
-        self._copies = range(1, values.copies + 1)
-        self._noise = noise_of(publication)
-        transforms = [values.transform(copy, layout) for copy in self._copies]
-        self._agreements = [_agreements(residual, transform, layout) for transform in transforms]
-        drawn = _model_map(transforms[0], layout)
-        self._signed = drawn is not None and drawn.signs is not None
-        likely = [
-            transform
-            for transform, count in zip(transforms, self._agreements, strict=True)
-            if count is not None and log_chance(count, signed=self._signed) < math.log(LEVEL)
-        ]
-        self._frames = Frames(suspect, self._base, layout, residual, likely)
-        self._coordinates = len(residual)
+    publication: PublicationKeys
+    suspect: Suspect
+    order: AxisMap  # of the model dimension in the suspect
+    public: Mapping[str, torch.Tensor] | None
+    pool: Executor
+
+    @cached_property
+    def noise(self) -> Noise:
+        return noise_of(self.publication)
 
     def evidence(self, observer: Observer) -> PublicationEvidence:
-        sums = Sums(torch.zeros(len(self._copies) + 1, 3, dtype=torch.float64))
-        for block, tensors in self._layout.blocks.items():
+        keys, layout, base = self.publication.keys, self.publication.base.layout, self.publication.base.checkpoint
+        copies, likely_transforms = [], []
+        for number in range(1, keys.copies + 1):
+            transform = keys.publication.transform(number, layout)
+            copy = CopyEvidence(number, keys.recipients.get(str(number)), coordinates=len(self.order))
+            secret_order = transform.maps(layout.parameters[0]).get("model")
+            if isinstance(secret_order, AxisMap):
+                agreements = count_agreements(self.order, secret_order)
+                copy = replace(copy, agreements=agreements, signed=secret_order.signs is not None)
+            if copy.log_p_coordinates < math.log(LEVEL):
+                likely_transforms.append(transform)
+            copies.append(copy)
+        frames = Frames(self.suspect, base, layout, self.order, likely_transforms)
+        sums: dict[str, Sums] = {}
+        for block, tensors in layout.blocks.items():
             for tensor in tensors:
-                observer.advance(self._base.tensors[tensor.name].nbytes)
-            scales = self._keys.scales(block)
-            frames = self._frames.of_block(tensors) if scales.cancelling or scales.watermark else {}
+                observer.advance(base.tensors[tensor.name].nbytes)
+            scales = keys.scales(block)
+            block_frames = frames.of_block(tensors) if scales.cancelling or scales.watermark else {}
             for tensor in tensors:
-                if tensor.name in frames:
-                    name, mapping = frames[tensor.name]
-                    for part in self._parts(tensor, name, mapping, scales):
-                        sums.add(block, part)
-                    self._suspect.checkpoint.forget_pages(name)
-                self._base.forget_pages(tensor.name)
-        publication, parameters = self._keys.publication, self._layout.parameters
-        copies = tuple(
-            CopyEvidence(
-                copy, self._keys.recipients.get(str(copy)), agreements=count, coordinates=self._coordinates,
-                signed=self._signed, noise=sums.evidence(copy) if any(self._keys.sigma.values()) else None,
-            )
-            for copy, count in zip(self._copies, self._agreements, strict=True)
-        )  # fmt: skip
-        return PublicationEvidence(
-            self._label, self._keys, watermark=sums.evidence(0) if publication.watermark else None, copies=copies,
-            tensors=len(self._suspect.names), total_tensors=len(parameters),
-        )  # fmt: skip
+                if tensor.name in block_frames:
+                    name, mapping = block_frames[tensor.name]
+                    for part in self._slice_sums(tensor, name, mapping, scales):
+                        sums[block] = sums.get(block, 0.0) + part
+                    self.suspect.checkpoint.forget_pages(name)
+                base.forget_pages(tensor.name)
+        return _evidence(self.publication, copies, sums, len(self.suspect.names))
 
-    def _parts(self, tensor: TensorLayout, name: str, mapping: TensorMap, scales: Scales) -> list[torch.Tensor]:
+    def _slice_sums(self, tensor: TensorLayout, name: str, mapping: TensorMap, scales: Scales) -> list[Sums]:
         """The sums of each slice of one tensor."""
-        clean, theirs = as_matrix(self._base.tensor(tensor.name)), as_matrix(self._suspect.checkpoint.tensor(name))
-        public = None if self._public is None else as_matrix(self._public[tensor.name])
-        columns = clean.shape[1]
-        keys, templates = self._noise.subkeys(tensor.name, scales), templates_of(self._noise, scales)
+        base = as_matrix(self.publication.base.checkpoint.tensor(tensor.name))
+        suspect = as_matrix(self.suspect.checkpoint.tensor(name))
+        public = None if self.public is None else as_matrix(self.public[tensor.name])
+        columns = base.shape[1]
+        keys, templates = self.noise.subkeys(tensor.name, scales), templates_of(self.noise, scales)
         cancelling = templates.shape[1] - 1
 
-        def work(start: int, stop: int) -> torch.Tensor:
-            reference = clean[start:stop].float().flatten()
+        def work(start: int, stop: int) -> Sums:
+            base_rows = base[start:stop].float()
+            reference = base_rows.flatten()
             # In the base's scale, since whoever leaks a copy chooses another, and without what would hide the rest.
-            rows = in_scale_of(reference, mapping.take(theirs, start, stop).float(), LARGEST)
+            rows = in_scale_of(reference, mapping.take(suspect, start, stop).float(), LARGEST)
             undone = mapping.backward(rows, start)
-            draws = self._noise.draws(keys, start * columns, stop * columns, torch.float32)
+            draws = self.noise.draws(keys, start * columns, stop * columns, torch.float32)
             regressors = [reference]
-            regressors += [draws[cancelling]] if scales.permanent else []
-            regressors += [] if public is None else [public[start:stop].float().flatten()]
+            if scales.permanent:
+                regressors.append(draws[cancelling])
+            if public is not None:
+                regressors.append(public[start:stop].float().flatten())
             known = torch.stack(regressors)
             candidates = [undone.flatten()]
             if min(undone.shape) >= LEAST_SCALED:  # where each row and each column may have been scaled
-                scaled = _scaled_to(undone, clean[start:stop].float())
-                candidates.append(scaled.flatten())
-            residues = [clip(without(clip(each - reference), known)) for each in candidates]
-            squares = [float(residue.double().square().sum()) for residue in residues]
+                candidates.append(_scaled_to(undone, base_rows).flatten())
+            residuals = [clip(without(clip(candidate - reference), known)) for candidate in candidates]
+            squares = [float(residual.double().square().sum()) for residual in residuals]
             # Scales of all rows and columns also fit some of the noise; those of a rescaled model fit far more.
             best = len(squares) - 1 if squares[-1] < RESCALED * squares[0] else 0
-            residue, square, bulk = residues[best], squares[best], clip(reference)
+            residual, square, bulk = residuals[best], squares[best], clip(reference)
             if not square > 0 or not math.isfinite(square):
                 return torch.zeros(len(templates), 3, dtype=torch.float64)
             length = float(torch.dot(bulk, bulk))
             unit = float(torch.dot(clip(candidates[best]), bulk)) / length if length else 1.0
-            watermark = draws[-1] if scales.watermark else torch.zeros_like(residue)
-            return sums_of(residue, [*draws[:cancelling], watermark], templates, residue.numel() / square, unit)
+            watermark = draws[-1] if scales.watermark else torch.zeros_like(residual)
+            return sums_of(residual, [*draws[:cancelling], watermark], templates, residual.numel() / square, unit)
 
-        return list(self._pool.map(lambda bounds: work(*bounds), row_slices([mapping], *clean.shape)))
-
-
-def _agreements(residual: AxisMap, transform: Transform, layout: Layout) -> int | None:
-    axis_map = _model_map(transform, layout)
-    return None if axis_map is None else count_agreements(residual, axis_map)
-
-
-def _model_map(transform: Transform, layout: Layout) -> AxisMap | None:
-    axis_map = transform.maps(layout.parameters[0]).get("model")
-    return axis_map if isinstance(axis_map, AxisMap) else None
+        return list(self.pool.map(lambda bounds: work(*bounds), row_slices([mapping], *base.shape)))
 
 
 def check_traceable(keys: Keys, label: str) -> None:
@@ -439,18 +433,17 @@ def trace_endpoint(
     served: dict[str, list[torch.Tensor]] = {}
     observer.stage("trace", len(publications) * len(records), "texts")
     with worker_pool() as pool:
-        for each in publications:
-            check_base(each.base, each.keys)
-            items = [
-                replace(item, start=1) for item in TrainedEncoder(Encoding(tokenizer_of(each.base))).questions(records)
-            ]
+        for publication in publications:
+            check_base(publication.base, publication.keys)
+            encoder = TrainedEncoder(Encoding(tokenizer_of(publication.base)))
+            items = [replace(item, start=1) for item in encoder.questions(records)]
             vocabulary = repr(items)
             if vocabulary not in served:
                 scores = endpoint.score(items, batch_size=TEXTS_PER_REQUEST)
                 served[vocabulary] = [-score.losses for score in scores]  # the log-probabilities of its tokens
-            network, layout = _noisy_network(each, pool), each.base.layout
-            gradients = _gradients(network, items, served[vocabulary], layout, observer)
-            results.append(_evidence(each, layout, gradients, pool))
+            network = _noisy_network(publication, pool)
+            gradients = _gradients(network, items, served[vocabulary], publication.base.layout, observer)
+            results.append(_evidence_in_gradients(publication, gradients, pool))
     return Trace(endpoint.url, tuple(results))
 
 
@@ -461,24 +454,21 @@ def _noisy_network(publication: PublicationKeys, pool: Executor) -> PreTrainedMo
     places = in_memory(network, layout.tensors)
     noise = noise_of(publication)
 
-    def add_noise(target: torch.Tensor, keys: Sequence[bytes], scale: float) -> None:
-        def add(bounds: tuple[int, int]) -> None:
-            start, stop = bounds
-            [draw] = noise.draws(keys, start * target.shape[1], stop * target.shape[1], torch.float32)
-            target[start:stop].add_(draw.view(stop - start, -1), alpha=scale)
-
-        list(pool.map(add, row_slices([UNMOVED], *target.shape)))
+    def add_noise(weights: torch.Tensor, subkeys: Sequence[bytes], scale: float, bounds: tuple[int, int]) -> None:
+        start, stop = bounds
+        [draw] = noise.draws(subkeys, start * weights.shape[1], stop * weights.shape[1], torch.float32)
+        weights[start:stop].add_(draw.view(stop - start, -1), alpha=scale)
 
     with torch.no_grad():
         for tensor in layout.tensors.values():
             if tensor.constant and not any(tensor.axes):
                 continue
-            stored = base.checkpoint.tensor(tensor.name)
-            weights, target = as_matrix(stored.float().clone()), places[tensor.name]
+            weights = as_matrix(base.checkpoint.tensor(tensor.name).to(torch.float32, copy=True))
             permanent = publication.keys.scales(tensor.block).permanent
             if permanent and not tensor.constant:
-                add_noise(weights, noise.subkeys(tensor.name, Scales(permanent=permanent)), permanent)
-            target.copy_(weights.view(target.shape))
+                subkeys = noise.subkeys(tensor.name, Scales(permanent=permanent))
+                list(pool.map(partial(add_noise, weights, subkeys, permanent), row_slices([UNMOVED], *weights.shape)))
+            places[tensor.name].copy_(weights.view_as(places[tensor.name]))
     return network
 
 
@@ -519,23 +509,25 @@ def _gradients(
     return gradients
 
 
-def _evidence(
-    publication: PublicationKeys, layout: Layout, gradients: Mapping[str, torch.Tensor], pool: Executor
+def _evidence_in_gradients(
+    publication: PublicationKeys, gradients: Mapping[str, torch.Tensor], pool: Executor
 ) -> PublicationEvidence:
     keys, noise = publication.keys, noise_of(publication)
-    sums = Sums(torch.zeros(keys.copies + 1, 3, dtype=torch.float64))
+    sums: dict[str, Sums] = {}
 
     def work(
         gradient: torch.Tensor, subkeys: Sequence[bytes], templates: torch.Tensor, bounds: tuple[int, int]
-    ) -> torch.Tensor:
+    ) -> Sums:
         start, stop = bounds
         draws = noise.draws(subkeys, start * gradient.shape[1], stop * gradient.shape[1], torch.float32)
         signal = gradient[start:stop].flatten()
         signal = signal.sign() * signal.abs().sqrt()
         without_watermark = [torch.zeros_like(signal)] * (templates.shape[1] - len(draws))
-        return sums_of(signal, [*draws, *without_watermark], templates, 1.0)
+        part = sums_of(signal, [*draws, *without_watermark], templates, 1.0)
+        part[:, 2] = 0.0  # a gradient says nothing of how much of the noise there is
+        return part
 
-    for tensor in layout.parameters:
+    for tensor in publication.base.layout.parameters:
         scales = keys.scales(tensor.block)
         copy_scales = Scales(scales.cancelling, watermark=scales.watermark)
         if tensor.name not in gradients or not (copy_scales.cancelling or copy_scales.watermark):
@@ -544,21 +536,6 @@ def _evidence(
         subkeys, templates = noise.subkeys(tensor.name, copy_scales), templates_of(noise, copy_scales)
         slices = row_slices([UNMOVED], *gradient.shape)
         for part in pool.map(partial(work, gradient, subkeys, templates), slices):
-            sums.add(tensor.block, part)
-
-    def of(row: int) -> NoiseEvidence:
-        return replace(sums.evidence(row), share=math.nan)  # a gradient says nothing of how much of the noise there is
-
-    copies = tuple(
-        CopyEvidence(k, keys.recipients.get(str(k)), noise=of(k) if any(keys.sigma.values()) else None)
-        for k in range(1, keys.copies + 1)
-    )
-    watermark = of(0) if keys.publication.watermark else None
-    return PublicationEvidence(
-        publication.label,
-        keys,
-        watermark=watermark,
-        copies=copies,
-        tensors=len(gradients),
-        total_tensors=len(layout.parameters),
-    )
+            sums[tensor.block] = sums.get(tensor.block, 0.0) + part
+    copies = [CopyEvidence(number, keys.recipients.get(str(number))) for number in range(1, keys.copies + 1)]
+    return _evidence(publication, copies, sums, len(gradients))
