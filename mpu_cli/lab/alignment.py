@@ -8,12 +8,13 @@ Every symmetry in the set assumed to have been used is searched for; if one was 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, singledispatchmethod
 
 import torch
 from scipy.optimize import linear_sum_assignment
+from torch.nn.functional import normalize
 
 from mpu_cli.model.family import (
     ATTENTION,
@@ -78,8 +79,8 @@ def match_rows(copy: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def cosines(copy: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    norms = [torch.linalg.vector_norm(x, dim=1, keepdim=True).clamp(min=1e-30) for x in (copy, target)]
-    return (copy / norms[0]) @ (target / norms[1]).T
+    """The cosine of each row of ``copy`` with each row of ``target``, (rows, rows)."""
+    return normalize(copy, eps=1e-30) @ normalize(target, eps=1e-30).T
 
 
 def match_signed(
@@ -132,17 +133,16 @@ def head_matrices(products: torch.Tensor, planes: str | None, rotary: int | None
     The first ``rotary`` coordinates (None: all of them) turn in ``planes``, the others freely; without ``planes`` all
     turn freely. ``turns``: by multiples of 90° only, so that the matrices are signed permutations.
     """
-    d = products.shape[-1]
-    in_planes = 0
+    d, in_planes = products.shape[-1], 0
+    matrices = torch.zeros(products.shape, dtype=torch.float64)
     if planes is not None:
         in_planes = d if rotary is None else rotary
-    matrices = torch.zeros(products.shape, dtype=torch.float64)
-    if planes is not None and in_planes:
         angles = torch.stack([plane_angles(product[:in_planes, :in_planes], planes) for product in products])
         matrices[:, :in_planes, :in_planes] = plane_matrices(quarter(angles) if turns else angles, planes)
     if in_planes < d:
         solve = signed_permutation if turns else procrustes
-        matrices[:, in_planes:, in_planes:] = torch.stack([solve(each[in_planes:, in_planes:]) for each in products])
+        free_products = products[:, in_planes:, in_planes:]
+        matrices[:, in_planes:, in_planes:] = torch.stack([solve(product) for product in free_products])
     return matrices.round() if turns else matrices
 
 
@@ -181,10 +181,7 @@ def places_of(layout: Layout, tensors: Sequence[TensorLayout], axis: str, expert
             if axis not in group:
                 continue
             lengths = [axis_length(layout.sizes_of(tensor.layer), name) for name in group]
-            start = sum(lengths[: group.index(axis)])
-            together = torch.empty(sum(lengths), dtype=torch.int64)
-            together[coordinates(lengths, tensor.chunks[dimension])] = torch.arange(sum(lengths))
-            index = together[start : start + lengths[group.index(axis)]]
+            index = coordinates(lengths, tensor.chunks[dimension]).argsort().split(lengths)[group.index(axis)]
             places.append(Place(tensor.name, dimension, index, expert if tensor.expert is None else None))
     return places
 
@@ -199,6 +196,11 @@ def features(tensors: Tensors, places: Sequence[Place]) -> torch.Tensor:
         part = weights.index_select(dimension, place.index).movedim(dimension, 0)
         parts.append(part.reshape(len(place.index), -1))
     return torch.cat(parts, 1)
+
+
+def signs_of(axis_map: AxisMap) -> torch.Tensor:
+    """The sign of each coordinate, ±1, also of a map without signs."""
+    return torch.ones(len(axis_map)) if axis_map.signs is None else axis_map.signs
 
 
 def undo(layout: Layout, tensors: Sequence[TensorLayout], copy: Tensors, maps: Maps) -> dict[str, torch.Tensor]:
@@ -222,8 +224,10 @@ OUTER_AXES = {"model", "|model|", "one", "taps"}  # axes that are aligned before
 
 def stage_of(symmetry: Symmetry) -> int:
     """The stage at which a symmetry is sought: after those that its features are read through."""
-    if isinstance(symmetry, Permutation | GroupedHeads):
-        return 2 if isinstance(symmetry, Permutation) and symmetry.per_expert else 0
+    if isinstance(symmetry, Permutation):
+        return 2 if symmetry.per_expert else 0
+    if isinstance(symmetry, GroupedHeads):
+        return 0
     return 2 if isinstance(symmetry, Rotation | QuarterTurns) else 1
 
 
@@ -249,12 +253,12 @@ class LayerAlignment:
 
     def maps(self) -> dict[str, AxisMap | tuple[AxisMap, ...]]:
         """One map for each axis: the identity for axes of heads that no symmetry changed."""
-        if not self._by_head:
-            return {**self._inner_maps, **self._maps}
-        d = self._sizes["head_dim"]
-        # heads that only moved as a whole
-        heads = {axis: AxisMap(whole_heads(order, d)) for axis, order in self._head_orders.items()}
-        heads |= {OF_AXIS[axis]: heads[axis] for axis in OF_AXIS} | {"head": AxisMap(self._head_orders["query"])}
+        heads: dict[str, AxisMap] = {}  # those that only moved as a whole
+        if self._by_head:
+            for axis, order in self._head_orders.items():
+                heads[axis] = AxisMap(whole_heads(order, self._sizes["head_dim"]))
+            heads |= {norm: heads[axis] for axis, norm in OF_AXIS.items()}
+            heads["head"] = AxisMap(self._head_orders["query"])
         return {**heads, **self._inner_maps, **self._maps}
 
     @singledispatchmethod
@@ -295,7 +299,7 @@ class LayerAlignment:
             order = match(sum((subspace_overlap(a, b) for a, b in pairs), torch.zeros(heads, heads)))
         products = {name: _products(copy[name], target[name], order) for name in copy}
         solve = signed_permutation if symmetry.turns else procrustes
-        matrices = {name: torch.stack([solve(each) for each in products[name]]) for name in ("free", "values")}
+        matrices = {name: torch.stack([solve(head) for head in products[name]]) for name in ("free", "values")}
         shared = self._inner_features("mla-key")
         angles = plane_angles(products["turned"].sum(0) + shared[0] @ shared[1].T, symmetry.planes)
         turned = plane_matrices((quarter(angles) if symmetry.turns else angles)[None], symmetry.planes)
@@ -305,8 +309,8 @@ class LayerAlignment:
             "mla-key-value": side_by_side(matrices["free"], matrices["values"]),
             "mla-mixed": matrices["values"],
         }
-        for axis, each in axis_matrices.items():
-            self._inner_maps[axis] = AxisMap(whole_heads(order, each.shape[-1]), each)
+        for axis, rotation in axis_matrices.items():
+            self._inner_maps[axis] = AxisMap(whole_heads(order, rotation.shape[-1]), rotation)
         self._inner_maps["mla-key"] = AxisMap(torch.arange(turned.shape[-1]), turned)
 
     @align.register
@@ -326,11 +330,12 @@ class LayerAlignment:
             overlaps = [subspace_overlap(*by_head["query"]).view(kv_heads, group, kv_heads, group).sum((1, 3))]
         kv_order, query_order = match(sum(overlaps[1:], overlaps[0])), torch.arange(heads)
         for h, g in enumerate(kv_order.tolist()):
-            mine, theirs = slice(h * group, (h + 1) * group), slice(g * group, (g + 1) * group)
-            query_order[mine] = g * group + match(
-                subspace_overlap(by_head["query"][0][mine], by_head["query"][1][theirs])
-                + subspace_overlap(by_head["mixed"][0][mine], by_head["mixed"][1][theirs])
+            copy_heads, target_heads = slice(h * group, (h + 1) * group), slice(g * group, (g + 1) * group)
+            queries, mixed = (
+                subspace_overlap(by_head[axis][0][copy_heads], by_head[axis][1][target_heads])
+                for axis in ("query", "mixed")
             )
+            query_order[copy_heads] = g * group + match(queries + mixed)
         self._head_orders = {"query": query_order, "mixed": query_order, "key": kv_order, "value": kv_order}
 
     @align.register(Rotation)
@@ -353,7 +358,7 @@ class LayerAlignment:
         """Features of ``axes`` in copy and target; ``experts``: in which expert of each, for axes inside experts."""
         pair = []
         for weights, expert in zip((self._copy, self._target), experts, strict=True):
-            places = [each for axis in axes for each in places_of(self._layout, self._tensors, axis, expert)]
+            places = [place for axis in axes for place in places_of(self._layout, self._tensors, axis, expert)]
             pair.append(features(weights, places))
         return pair[0], pair[1]
 
@@ -383,11 +388,11 @@ class LayerAlignment:
     def _by_head(self) -> dict[str, Pair]:
         """Features of copy and target for each axis of attention in this layer: (heads, d, features)."""
         d = self._sizes["head_dim"]
-        present = [axis for axis in ATTENTION if any(axis in group for t in self._tensors for group in t.axes)]
         by_head = {}
-        for axis in present:
-            ours, theirs = self._features(axis)
-            by_head[axis] = ours.view(-1, d, ours.shape[1]), theirs.view(-1, d, theirs.shape[1])
+        for axis in ATTENTION:
+            if any(axis in group for tensor in self._tensors for group in tensor.axes):
+                copy, target = self._features(axis)
+                by_head[axis] = copy.view(-1, d, copy.shape[1]), target.view(-1, d, target.shape[1])
         return by_head
 
     def _products_of_heads(self, axes: Sequence[str]) -> torch.Tensor:
@@ -396,8 +401,8 @@ class LayerAlignment:
         products = torch.zeros(kv_heads, d, d)
         for axis in axes:
             if axis in self._by_head:
-                ours, theirs = self._by_head[axis]
-                products += _products([ours], [theirs], self._head_orders[axis]).view(kv_heads, -1, d, d).sum(1)
+                copy, target = self._by_head[axis]
+                products += _products([copy], [target], self._head_orders[axis]).view(kv_heads, -1, d, d).sum(1)
         return products
 
     def _parts_of_latent_heads(self, heads: int, free: int) -> list[dict[str, list[torch.Tensor]]]:
@@ -426,15 +431,21 @@ def _with_signs_of(permutation: Permutation, axis_map: AxisMap) -> dict[str, Axi
 
 def _products(copy: Sequence[torch.Tensor], target: Sequence[torch.Tensor], order: torch.Tensor) -> torch.Tensor:
     """X Yᵀ of each head of the target with the head of the copy that ``order`` gives it, summed over the tensors."""
-    summed = torch.zeros(())
-    for ours, theirs in zip(copy, target, strict=True):
-        moved = torch.empty_like(ours)
-        moved[order] = ours
-        summed = summed + torch.einsum("hif,hjf->hij", moved, theirs)
-    return summed
+    heads = order.argsort()
+    return torch.stack([torch.einsum("hif,hjf->hij", x[heads], y) for x, y in zip(copy, target, strict=True)]).sum(0)
 
 
 EMBEDDING_ROWS = 8192  # rows of the embedding used to find the residual permutation
+VOCABULARY, MODEL = ("vocab",), ("model",)
+
+
+def embedding_of(
+    layout: Layout, names: Container[str], rows: Collection[tuple[str, ...]] = EMBEDDING
+) -> TensorLayout | None:
+    """The first embedding among ``names`` with columns of the model dimension: a narrow one of tokens has others, then
+    that of the positions has them."""
+    embeddings = (t for t in layout.parameters if t.axes[0] in rows and t.axes[1:] == (MODEL,))
+    return next((t for t in embeddings if t.name in names), None)
 
 
 def residual_map(layout: Layout, copy: Tensors, target: Tensors, symmetries: str) -> AxisMap:
@@ -442,16 +453,14 @@ def residual_map(layout: Layout, copy: Tensors, target: Tensors, symmetries: str
     permutations = [s for s in layout.symmetries(symmetries) if isinstance(s, Permutation)]
     if not permutations:
         return AxisMap(torch.arange(layout.sizes["model"]))
-    # A narrow embedding has other columns; then those of the positions do.
-    embeddings = [t for t in layout.parameters if t.axes[0] in EMBEDDING and t.axes[1:] == (("model",),)]
-    [embedding] = [t for t in embeddings if t.name in copy][:1]
+    embedding = embedding_of(layout, copy)
+    assert embedding is not None
+    signed = bool(permutations[0].signed)
+    # Columns of an embedding have much in common; subtracting their mean leaves what distinguishes them. Signs change
+    # that mean; the mean of a column changes its sign with the column.
     rows = [tensors[embedding.name][:EMBEDDING_ROWS].float() for tensors in (copy, target)]
-    if permutations[0].signed:
-        # Signs change the mean over columns; the mean of a column changes its sign with the column.
-        ours, theirs = ((x - x.mean(0)).T for x in rows)
-        return match_signed(ours, theirs)
-    # Columns of an embedding have much in common; subtracting their mean leaves what distinguishes them.
-    return AxisMap(match_rows(*((x - x.mean(1, keepdim=True)).T for x in rows)))
+    copy_columns, target_columns = ((x - x.mean(0 if signed else 1, keepdim=True)).T for x in rows)
+    return match_signed(copy_columns, target_columns) if signed else AxisMap(match_rows(copy_columns, target_columns))
 
 
 def model_maps(
@@ -464,12 +473,11 @@ def model_maps(
     if not channels:
         return maps
     [projection] = [
-        t for t in layout.parameters if t.layer is None and t.axes[1:] == (("model",),) and "channel" in t.axes[0]
+        t for t in layout.parameters if t.layer is None and t.axes[1:] == (MODEL,) and "channel" in t.axes[0]
     ]
-    aligned = undo(layout, [projection], copy, maps)
     places = places_of(layout, [projection], "channel")
-    ours, theirs = (features(tensors, places) for tensors in (aligned, target))
-    channel_map = match_signed(ours, theirs) if channels[0].signed else AxisMap(match_rows(ours, theirs))
+    pair = features(undo(layout, [projection], copy, maps), places), features(target, places)
+    channel_map = match_signed(*pair) if channels[0].signed else AxisMap(match_rows(*pair))
     return maps | {"channel": channel_map, "|channel|": AxisMap(channel_map.order)}
 
 

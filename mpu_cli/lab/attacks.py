@@ -19,7 +19,7 @@ import torch
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
 from mpu_cli.files.reader import all_finite
-from mpu_cli.lab.alignment import layer_maps, model_maps, residual_map, undo
+from mpu_cli.lab.alignment import layer_maps, model_maps, residual_map, signs_of, undo
 from mpu_cli.model.family import SETS, UNION
 from mpu_cli.model.layout import TensorLayout
 from mpu_cli.model.sampling import AxisMap, Maps
@@ -86,7 +86,6 @@ RECOVERY_ERROR = 0.1
 class Attack:
     """One way to recover the weights."""
 
-    name: str
     description: str
     several: bool = False  # needs more than one copy
     reference: bool = False  # uses the public reference
@@ -95,36 +94,29 @@ class Attack:
     believes: bool = False  # removes the noise as the attacker believes it to be
 
 
-ONE_COPY = Attack("one copy", "one copy, no reference: only the noise hides the weights")
-ONE_COPY_REFERENCE = Attack("one copy, reference", "one copy, aligned to the public reference", reference=True)
-TWO_COPIES = Attack(
-    "two copies",
-    "two of the copies, aligned and extrapolated to zero noise: they hold multiples of one draw",
-    several=True, one_draw=True, believes=True,
-)  # fmt: skip
-ALL_COPIES = Attack(
-    "all copies", "all copies aligned to the first, averaged so that the noise cancels", several=True, believes=True
-)
-ALL_SMALLEST = Attack(
-    "all copies, smallest",
-    "the same, with the weights that make the average smallest (factors unknown, no reference)",
-    several=True,
-)
-ALL_REFERENCE = Attack(
-    "all copies, reference",
-    "all copies aligned to the reference, averaged so that the noise cancels",
-    several=True, reference=True, believes=True,
-)  # fmt: skip
-ALL_UNKNOWN = Attack(
-    "all copies, factors unknown",
-    "all copies aligned to the reference, weighted to bring the average nearest to it",
-    several=True, reference=True,
-)  # fmt: skip
+ONE_COPY, ONE_COPY_REFERENCE, TWO_COPIES = "one copy", "one copy, reference", "two copies"
+ALL_COPIES, ALL_SMALLEST = "all copies", "all copies, smallest"
+ALL_REFERENCE, ALL_UNKNOWN = "all copies, reference", "all copies, factors unknown"
 ATTACKS = {
-    attack.name: attack
-    for attack in (
-        ONE_COPY, ONE_COPY_REFERENCE, TWO_COPIES, ALL_COPIES, ALL_SMALLEST, ALL_REFERENCE, ALL_UNKNOWN,
-    )
+    ONE_COPY: Attack("one copy, no reference: only the noise hides the weights"),
+    ONE_COPY_REFERENCE: Attack("one copy, aligned to the public reference", reference=True),
+    TWO_COPIES: Attack(
+        "two of the copies, aligned and extrapolated to zero noise: they hold multiples of one draw",
+        several=True, one_draw=True, believes=True,
+    ),
+    ALL_COPIES: Attack(
+        "all copies aligned to the first, averaged so that the noise cancels", several=True, believes=True
+    ),
+    ALL_SMALLEST: Attack(
+        "the same, with the weights that make the average smallest (factors unknown, no reference)", several=True
+    ),
+    ALL_REFERENCE: Attack(
+        "all copies aligned to the reference, averaged so that the noise cancels",
+        several=True, reference=True, believes=True,
+    ),
+    ALL_UNKNOWN: Attack(
+        "all copies aligned to the reference, weighted to bring the average nearest to it", several=True, reference=True
+    ),
 }  # fmt: skip
 
 
@@ -224,8 +216,6 @@ class Audit:
 
 # The attacks, block by block.
 
-FAST = 3  # layers that --fast examines: the first, the middle, the last
-
 
 def audit(
     copies: Sequence[Model],
@@ -241,8 +231,9 @@ def audit(
     """Attack ``copies`` of ``base``, block by block, in float32.
 
     ``noise``, with a factor for each of ``copies``, and ``symmetries`` are what the attacker assumes; ``publications``
-    says which each copy is of, where they are of several: noise cancels within each and is averaged over them. Raises
-    MpuError if a model's shapes differ from the base's, UsageError if there is not one factor per copy.
+    says which each copy is of, where they are of several: noise cancels within each and is averaged over them.
+    ``fast``: only the first, the middle and the last layer. Raises MpuError if a model's shapes differ from the base's,
+    UsageError if there is not one factor per copy.
     """
     if noise.copies != len(copies):
         raise UsageError(f"{noise.copies} noise factors for {len(copies)} copies", "give one for each copy")
@@ -251,7 +242,7 @@ def audit(
     blocks = [block for block, tensors in layout.blocks.items() if not any(t.constant for t in tensors)]
     if fast:
         layers = [block for block in blocks if layout.blocks[block][0].layer is not None]
-        sampled = {layers[round(i * (len(layers) - 1) / (FAST - 1))] for i in range(FAST)}
+        sampled = {layers[0], layers[len(layers) // 2], layers[-1]}
         blocks = [block for block in blocks if block not in layers or block in sampled]
     observer.stage("audit", base.checkpoint.nbytes)
     for block in blocks:
@@ -296,15 +287,12 @@ class _Attacker:
         self._gram = torch.zeros(len(copies), len(copies), dtype=torch.float64)
 
     def _names(self) -> list[str]:
-        copies, names = len(self._copies), []
-        for attack in ATTACKS.values():
-            if attack.several and copies < 2:
-                continue
-            if attack.one_draw and (not self._noise.one_draw or copies < 3 or self._several):
-                continue
-            if attack.reference and self._reference is None:
-                continue
-            names.append(attack.name)
+        count = len(self._copies)
+        names = []
+        for name, attack in ATTACKS.items():
+            possible = not attack.one_draw or (self._noise.one_draw and count > 2 and not self._several)
+            if possible and (count > 1 or not attack.several) and (self._reference or not attack.reference):
+                names.append(name)
         return names
 
     def _tensors(self, model: Model, tensors: Sequence[TensorLayout]) -> dict[str, torch.Tensor]:
@@ -320,14 +308,14 @@ class _Attacker:
         pair = (id(model), id(target), symmetries)
         if pair not in self._outer_maps:
             outside = [t for t in self._layout.parameters if t.layer is None]
-            ours, theirs = self._tensors(model, outside), self._tensors(target, outside)
-            residual = residual_map(self._layout, ours, theirs, symmetries)
-            self._outer_maps[pair] = model_maps(self._layout, ours, theirs, symmetries, residual)
+            weights = self._tensors(model, outside), self._tensors(target, outside)
+            residual = residual_map(self._layout, *weights, symmetries)
+            self._outer_maps[pair] = model_maps(self._layout, *weights, symmetries, residual)
         return self._outer_maps[pair]
 
     def _all_aligned(
-        self, tensors: Sequence[TensorLayout], copies: Sequence[Mapping[str, torch.Tensor]], outer: Maps,
-        towards: Mapping[str, torch.Tensor], symmetries: str | None = None,
+        self, tensors: Sequence[TensorLayout], copies: Sequence[Tensors], outer: Maps,
+        towards: Tensors, symmetries: str | None = None,
     ) -> list[dict[str, torch.Tensor]]:  # fmt: skip
         """A block of ``copies`` in the coordinates of ``towards``, all with the maps that align the first; ``outer``
         are the maps of the axes that all layers share."""
@@ -348,51 +336,41 @@ class _Attacker:
         count = sum(w.numel() for w in truth.values())
         audit.unmoved[block] = sum(float((copies[0][n] == w).sum()) for n, w in truth.items()) / count
         score = partial(self._score, block=block, tensors=tensors, truth=truth)
-        together = None
+        average = None
         if len(copies) > 1:
             first_copy = self._copies[0]
             aligned = [copies[0]]
             for model, copy in zip(self._copies[1:], copies[1:], strict=True):
                 aligned += self._all_aligned(tensors, [copy], self._outer(model, first_copy), copies[0])
-            together = self._mean(aligned, self._weights_of_copies)
-            if TWO_COPIES.name in audit.attacks:
-                pair = self._mean(aligned[:2], Extrapolated(self._noise.factors[:2]).fitted_weights)
+            average = weighted_mean(aligned, self._weights_of_copies)
+            if TWO_COPIES in audit.attacks:
+                pair = weighted_mean(aligned[:2], Extrapolated(self._noise.factors[:2]).fitted_weights)
                 score(TWO_COPIES, first_copy, pair)
             self._own_gram += differences(aligned, {name: torch.zeros(()) for name in truth})
-            smallest = self._mean(aligned, nearest(self._own_gram))
-            score(ALL_SMALLEST, first_copy, smallest)
-            score(ALL_COPIES, first_copy, together)
+            score(ALL_SMALLEST, first_copy, weighted_mean(aligned, nearest(self._own_gram)))
+            score(ALL_COPIES, first_copy, average)
         if self._reference is not None and public is not None:
             reference = self._reference
             aligned = []
             for model, copy in zip(self._copies, copies, strict=True):
                 aligned += self._all_aligned(tensors, [copy], self._outer(model, reference), public)
             score(ONE_COPY_REFERENCE, reference, aligned[0])
-            if together is not None:
+            if average is not None:
                 # Remove the noise before aligning to the reference, or after: keep what ends up more like it.
-                [before] = self._all_aligned(tensors, [together], self._outer(first_copy, reference), public)
-                after = self._mean(aligned, self._weights_of_copies)
-                estimate = max((before, after), key=lambda tensors: _cosine(tensors, public))
-                score(ALL_REFERENCE, reference, estimate)
+                [before] = self._all_aligned(tensors, [average], self._outer(first_copy, reference), public)
+                after = weighted_mean(aligned, self._weights_of_copies)
+                score(ALL_REFERENCE, reference, max(before, after, key=lambda tensors: _cosine(tensors, public)))
                 self._gram += differences(aligned, public)
-                estimate = self._mean(aligned, nearest(self._gram))
-                score(ALL_UNKNOWN, reference, estimate)
+                score(ALL_UNKNOWN, reference, weighted_mean(aligned, nearest(self._gram)))
         score(ONE_COPY, self._copies[0], copies[0])
 
-    def _mean(self, aligned: Sequence[Mapping[str, torch.Tensor]], weights: torch.Tensor) -> dict[str, torch.Tensor]:
-        means = {}
-        for name in aligned[0]:
-            weighted = [w * tensors[name] for w, tensors in zip(weights.tolist(), aligned, strict=True)]
-            means[name] = torch.stack(weighted).sum(0)
-        return means
-
     def _score(
-        self, attack: Attack, whose: Model, estimate: Mapping[str, torch.Tensor], *, block: str,
-        tensors: Sequence[TensorLayout], truth: Mapping[str, torch.Tensor],
+        self, attack: str, whose: Model, estimate: Tensors, *, block: str,
+        tensors: Sequence[TensorLayout], truth: Tensors,
     ) -> None:  # fmt: skip
         """Add the errors of ``estimate``, in the coordinates of ``whose``: the first copy, or the reference. Changes
         are estimated relative to the reference, or to zero for the first copy."""
-        recovered = self.audit.attacks[attack.name]
+        recovered = self.audit.attacks[attack]
         first_copy = self._copies[0]
         outer = self._outer(first_copy, self._base, UNION)
         public = {name: torch.zeros_like(weights) for name, weights in truth.items()}
@@ -415,19 +393,23 @@ class _Attacker:
 
 def after_undoing(undone: AxisMap, other: AxisMap) -> AxisMap:
     """undone⁻¹ ∘ other, for maps without rotations."""
-    order = torch.empty_like(other.order)
-    order[undone.order] = other.order
-    signs = torch.ones(len(order))
-    for axis, places in ((undone, undone.order), (other, other.order)):
-        if axis.signs is not None:
-            signs[other.order] *= axis.signs[places]
-    return AxisMap(order, signs=signs)
+    signs = signs_of(other).clone()
+    signs[other.order] *= signs_of(undone)[undone.order]
+    return AxisMap(other.order[undone.places], signs=signs)
 
 
-def differences(aligned: Sequence[Mapping[str, torch.Tensor]], public: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def weighted_mean(aligned: Sequence[Tensors], weights: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Σ w_k·W_k of each tensor, for ``weights`` that sum to 1."""
+    return {
+        name: torch.tensordot(weights.float(), torch.stack([tensors[name] for tensors in aligned]), 1)
+        for name in aligned[0]
+    }
+
+
+def differences(aligned: Sequence[Tensors], public: Tensors) -> torch.Tensor:
     """Inner products of the ``aligned`` copies' differences from ``public`` over a block: float64 (copies, copies)."""
     flat = [torch.cat([(copy[name] - p).flatten() for name, p in public.items()]).double() for copy in aligned]
-    return torch.stack([torch.stack([a @ b for b in flat]) for a in flat])
+    return torch.stack(flat) @ torch.stack(flat).T
 
 
 def nearest(gram: torch.Tensor) -> torch.Tensor:
@@ -443,16 +425,16 @@ def nearest(gram: torch.Tensor) -> torch.Tensor:
     return weights / weights.sum()
 
 
-def _square(tensors: Mapping[str, torch.Tensor]) -> float:
+def _square(tensors: Tensors) -> float:
     return math.fsum(float(x.double().square().sum()) for x in tensors.values())
 
 
-def _cosine(estimate: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]) -> float:
+def _cosine(estimate: Tensors, other: Tensors) -> float:
     product = math.fsum(float(x.flatten() @ other[name].flatten()) for name, x in estimate.items())
     return product / math.sqrt(_square(estimate) * _square(other) or 1.0)
 
 
-def _distance(estimate: Mapping[str, torch.Tensor], truth: Mapping[str, torch.Tensor]) -> float:
+def _distance(estimate: Tensors, truth: Tensors) -> float:
     return _square({name: estimate[name] - weights for name, weights in truth.items()})
 
 
@@ -507,7 +489,7 @@ def audit_as_believed(
             raise UsageError(f"--public {reference.source}: has the same weights as --base", "leave it out")
         explained = min((result.plain_error(name) for name in result.attacks if ATTACKS[name].believes), default=0.0)
         attempts.append((explained, Attempt(result, scheme, believed)))
-        if explained < UNDONE * result.plain_error(ONE_COPY.name):
+        if explained < UNDONE * result.plain_error(ONE_COPY):
             break
     return min(attempts, key=lambda attempt: attempt[0])[1]
 
@@ -523,11 +505,7 @@ def _believed_noise(manifests: _Manifests, noise: str | None) -> list[Scheme]:
     elif count == 1:
         kinds = kinds[:1]
     numbers = [(i, count) if m is None else (m.copy - 1, m.copies) for i, m in enumerate(manifests)]
-    schemes = []
-    for each in kinds:
-        factors = tuple(each.default(copies).factors[i] for i, copies in numbers)
-        schemes.append(each(factors))
-    return schemes
+    return [kind(tuple(kind.default(copies).factors[i] for i, copies in numbers)) for kind in kinds]
 
 
 def _believed_symmetries(manifests: _Manifests, requested: str | None) -> list[str]:
@@ -550,7 +528,6 @@ def _publications(manifests: _Manifests) -> list[object]:
         if manifest is None:
             publications.append(None)
             continue
-        copy_key = (manifest.run, manifest.round, manifest.copy)
-        publications.append((manifest.run, manifest.round, counts[copy_key]))
-        counts[copy_key] += 1
+        publications.append((manifest.run, manifest.round, counts[manifest.run, manifest.round, manifest.copy]))
+        counts[manifest.run, manifest.round, manifest.copy] += 1
     return publications

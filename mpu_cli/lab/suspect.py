@@ -17,7 +17,18 @@ from scipy.optimize import linear_sum_assignment
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.reader import FLOATS, Checkpoint, TensorInfo, open_checkpoint
-from mpu_cli.lab.alignment import cosines, layer_maps, model_maps, procrustes, residual_map, undo
+from mpu_cli.lab.alignment import (
+    MODEL,
+    VOCABULARY,
+    cosines,
+    embedding_of,
+    layer_maps,
+    model_maps,
+    procrustes,
+    residual_map,
+    signs_of,
+    undo,
+)
 from mpu_cli.model.family import FFN_AXES, UNION
 from mpu_cli.model.layout import EMBEDDING, Layout, TensorLayout
 from mpu_cli.model.sampling import AxisMap, Maps
@@ -43,7 +54,6 @@ REFITS, UNLIKE = 2, 0.5  # fits without the rows whose cosine is below this shar
 ALIGNED_ENTRY = 0.9  # entry of a turn from which a coordinate counts as one of the base's
 PRINCIPAL, PASSES, SAMPLE = 16, 6, 4096  # axes of the first match; passes, each over so many tokens
 NEIGHBOUR_ROWS = 1024  # rows whose nearest neighbours are looked for at once
-MODEL, VOCABULARY = ("model",), ("vocab",)
 NEURONS = {*FFN_AXES, *(f"s-{axis}" for axis in FFN_AXES)}
 
 
@@ -117,7 +127,7 @@ class StraightenedCheckpoint:
 def _norms_over(x: torch.Tensor, dimension: int) -> torch.Tensor:
     """The norm of each slice across ``dimension`` with its tails clipped, shaped to multiply."""
     x = clip(x)
-    others = [each for each in range(x.ndim) if each != dimension]
+    others = [other for other in range(x.ndim) if other != dimension]
     return torch.linalg.vector_norm(x, dim=others, keepdim=True) if others else x.abs()
 
 
@@ -129,7 +139,7 @@ def straighten(
     ``names``: of the suspect's tensors, by the base's names. A turn that is a signed permutation is left in, since it
     may be that of a copy.
     """
-    embedding = _token_embedding(layout, names)
+    embedding = embedding_of(layout, names, [VOCABULARY])
     if embedding is None:
         return None
     suspect_embedding = suspect.tensor(names[embedding.name]).float()
@@ -148,11 +158,6 @@ def straighten(
     return straightened
 
 
-def _token_embedding(layout: Layout, names: Mapping[str, str]) -> TensorLayout | None:
-    """The embedding of tokens, (vocabulary, model), if it is among ``names``."""
-    return next((t for t in layout.parameters if t.axes == (VOCABULARY, MODEL) and t.name in names), None)
-
-
 def _turn_and_tokens(
     embedding: torch.Tensor, base_embedding: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None] | None:
@@ -167,7 +172,7 @@ def _turn_and_tokens(
     step = max(1, len(base_embedding) // SAMPLE)
     sample = base_embedding[::step]
     # Directions alone are another first match: of lengths, tokens that nothing uses may have any.
-    for prepare in (_as_it_is, torch.nn.functional.normalize):
+    for prepare in (torch.nn.Identity(), torch.nn.functional.normalize):
         tokens = _nearest(_principal(prepare(base_embedding))[::step], _principal(prepare(embedding)))
         for _ in range(PASSES):
             turn = turn_between(embedding[tokens], sample)
@@ -175,10 +180,6 @@ def _turn_and_tokens(
         if median_cosine((embedding @ turn)[tokens], sample) >= _enough(len(sample), len(turn)):
             return turn, _nearest(base_embedding, embedding @ turn)
     return None
-
-
-def _as_it_is(rows: torch.Tensor) -> torch.Tensor:
-    return rows
 
 
 def _enough(rows: int, width: int) -> float:
@@ -235,23 +236,20 @@ def _find_neurons(straightened: StraightenedCheckpoint) -> None:
 
     Neurons are alike if their weights in all tensors of the layer are parallel, whatever their sizes.
     """
-    places: dict[tuple[int | None, str], list[tuple[str, TensorLayout, int]]] = {}
+    similarities: dict[tuple[int | None, str], torch.Tensor] = {}
     for name, tensor in straightened.names.items():
+        shape, expected = straightened.tensors[name].shape, straightened.base.tensors[tensor.name].shape
+        if not len(shape) == len(expected) == 2:
+            continue
         for dimension, axis in enumerate(tensor.axes):
-            shape, expected = straightened.tensors[name].shape, straightened.base.tensors[tensor.name].shape
-            if len(axis) > 1 or axis[0] not in NEURONS or len(shape) != len(expected):
+            if len(axis) > 1 or axis[0] not in NEURONS or shape[dimension] == expected[dimension]:
                 continue
-            if shape[dimension] != expected[dimension]:
-                places.setdefault((tensor.layer, axis[0]), []).append((name, tensor, dimension))
-    for key, places_of_axis in places.items():
-        similarity: torch.Tensor | float = 0.0
-        for name, tensor, dimension in places_of_axis:
             base = straightened.base.tensor(tensor.name).float()
             x = straightened._in_shape(name, tensor, base)
-            if x.ndim == 2:
-                similarity = similarity + cosines(base.movedim(dimension, 0), x.movedim(dimension, 0)).abs()
-        if isinstance(similarity, torch.Tensor):
-            straightened.neurons[key] = similarity.argmax(1)
+            similarity = cosines(base.movedim(dimension, 0), x.movedim(dimension, 0)).abs()
+            similarities[tensor.layer, axis[0]] = similarities.get((tensor.layer, axis[0]), 0.0) + similarity
+    for axis_of_layer, similarity in similarities.items():
+        straightened.neurons[axis_of_layer] = similarity.argmax(1)
 
 
 CLIP = 4.0  # times the RMS of the base's weights, beyond which those of a suspect are clipped to align them
@@ -259,7 +257,7 @@ LARGEST = 1000.0  # times that, beyond which nothing is a weight
 EQUILIBRATIONS, COMPARED = 3, 4  # rounds of scaling rows and columns; slices of a matrix that are compared
 ALIGNED = 0.5  # cosine with the base above which a matrix counts as lying in its coordinates
 MIN_IMPROVEMENT = 0.1  # by which another turn than a signed permutation has to bring the tokens closer
-MODEL_AXES = (("model",), ("|model|",))
+MODEL_AXES = (MODEL, ("|model|",))
 
 
 def open_suspect(source: str) -> Checkpoint:
@@ -313,7 +311,7 @@ def match_suspect(source: str, checkpoint: Checkpoint, base: Checkpoint, layout:
     for tensor in layout.parameters:
         full = tensor.name if tensor.name.startswith(prefix) else prefix + tensor.name
         stored_name = tensor.name if tensor.name in checkpoint.tensors else with_prefix.get(full)
-        if stored_name is None and tensor.axes[0] == ("vocab",):  # an embedding that is stored as the head tied to it
+        if stored_name is None and tensor.axes[0] == VOCABULARY:  # an embedding that is stored as the head tied to it
             heads = [head for head in layout.family.heads if head not in layout.tensors]
             stored_name = next((head for head in heads if head in checkpoint.tensors), None)
         if stored_name is None:
@@ -353,7 +351,7 @@ def _straightened(suspect: Suspect, base: Checkpoint, layout: Layout) -> Suspect
 def _fits(suspect: Suspect, base: Checkpoint, layout: Layout) -> bool:
     """Whether the suspect's tokens are the base's up to the order and the signs of the model dimension, and no other
     turn brings them closer."""
-    embedding = _token_embedding(layout, suspect.names)
+    embedding = embedding_of(layout, suspect.names, [VOCABULARY])
     if embedding is None:
         return True
     base_embedding = base.tensor(embedding.name).float()
@@ -379,16 +377,13 @@ def match_layers(suspect: Suspect, base: Checkpoint, layout: Layout, residual: A
     complete = [i for i, tensors in layers.items() if all(tensor.name in suspect.names for tensor in tensors)]
     if not complete or len(complete) == len(layers):
         return suspect
-    kinds: dict[object, tuple[list[int], list[int]]] = {}
+    kinds: dict[object, list[int]] = {}
     for i, tensors in layers.items():
-        of_base, of_suspect = kinds.setdefault(tuple(tensor.axes for tensor in tensors), ([], []))
-        of_base.append(i)
-        of_suspect += [i] if i in complete else []
+        kinds.setdefault(tuple(tensor.axes for tensor in tensors), []).append(i)
     names = {name: stored_name for name, stored_name in suspect.names.items() if layout.tensors[name].layer is None}
-    for of_base, of_suspect in kinds.values():
-        if not of_suspect:
-            continue
-        pairs = _likest(suspect, base, layers, residual=residual, suspects=of_suspect, bases=of_base)
+    for bases in kinds.values():
+        suspects = [i for i in bases if i in complete]
+        pairs = _likest(suspect, base, layers, residual=residual, suspects=suspects, bases=bases) if suspects else []
         for from_layer, to_layer in pairs:
             names |= {t.name: suspect.names[s.name] for s, t in zip(layers[from_layer], layers[to_layer], strict=True)}
     return Suspect(suspect.source, suspect.checkpoint, names)
@@ -399,12 +394,12 @@ def _likest(
     suspects: Sequence[int], bases: Sequence[int],
 ) -> list[tuple[int, int]]:  # fmt: skip
     """Pairs of a layer of the suspect and the base's that is most like it, all with the same axes."""
-    of_bases = [_profile([base.tensor(t.name) for t in layers[i]], layers[i], None) for i in bases]
+    base_profiles = torch.stack([_profile([base.tensor(t.name) for t in layers[i]], layers[i]) for i in bases])
     of_suspects = []
     for i in suspects:
         weights = [suspect.tensor(t.name, base.tensor(t.name)) for t in layers[i]]
-        of_suspects.append(_profile(weights, layers[i], residual))
-    base_profiles, suspect_profiles = torch.stack(of_bases), torch.stack(of_suspects)
+        of_suspects.append(_profile(weights, layers[i]).view(-1, len(residual))[:, residual.places].flatten())
+    suspect_profiles = torch.stack(of_suspects)
     mean = base_profiles.mean(0)  # what all layers have in common
     profiles = torch.cat([suspect_profiles - mean, base_profiles - mean])
     similarity = torch.corrcoef(profiles)[: len(suspects), len(suspects) :]
@@ -412,17 +407,14 @@ def _likest(
     return [(suspects[row], bases[column]) for row, column in zip(rows.tolist(), columns.tolist(), strict=True)]
 
 
-def _profile(
-    weights: Sequence[torch.Tensor], tensors: Sequence[TensorLayout], residual: AxisMap | None
-) -> torch.Tensor:
+def _profile(weights: Sequence[torch.Tensor], tensors: Sequence[TensorLayout]) -> torch.Tensor:
     """The norm of a layer's weights at each coordinate of the model dimension, one tensor after the other."""
     parts = []
     for matrix, tensor in zip(weights, tensors, strict=True):
         for dimension, group in enumerate(tensor.axes):
             if group in MODEL_AXES:
-                norms = matrix.float().movedim(dimension, 0).flatten(1 if matrix.ndim > 1 else 0)
-                norms = torch.linalg.vector_norm(norms, dim=1) if matrix.ndim > 1 else norms.abs()
-                parts.append(norms if residual is None else norms[residual.places])
+                rows = matrix.float().movedim(dimension, 0)
+                parts.append(torch.linalg.vector_norm(rows.reshape(len(rows), -1), dim=1))
     return torch.cat(parts)
 
 
@@ -446,10 +438,10 @@ class Frames:
         candidates.append({t.name: (self.suspect.names[t.name], TensorMap(None, None)) for t in present})
         scored = [(self._nearness(present, candidate), candidate) for candidate in candidates if candidate]
         complete = len(present) == len([tensor for tensor in tensors if not tensor.constant])
-        if max(map(_nearness_of, scored)) < ALIGNED and complete:
+        if max(nearness for nearness, _ in scored) < ALIGNED and complete:
             aligned = self._by_alignment(present)
             scored.insert(0, (self._nearness(present, aligned), aligned))  # first: it wins a tie
-        return max(scored, key=_nearness_of)[1]
+        return max(scored, key=lambda nearness_and_frame: nearness_and_frame[0])[1]
 
     def _by_transform(self, transform: Transform, tensors: Sequence[TensorLayout]) -> dict[str, tuple[str, TensorMap]]:
         maps = {}
@@ -492,8 +484,7 @@ class Frames:
                 y = clean[start:stop].float()
                 rows = in_scale_of(y, mapping.take(other, start, stop).float(), LARGEST)
                 x, y = equilibrated(mapping.backward(rows, start)).flatten(), equilibrated(y).flatten()
-                norm = math.sqrt(float(x @ x) * float(y @ y))
-                cosines.append(float(x @ y) / norm if norm else 0.0)
+                cosines.append(float(torch.nn.functional.cosine_similarity(x, y, dim=0).nan_to_num(-1.0)))
         return statistics.median(cosines) if cosines else 1.0
 
 
@@ -507,26 +498,20 @@ def _permutations_only(maps: Maps) -> Maps:
     }
 
 
-def _nearness_of(scored: tuple[float, object]) -> float:
-    return scored[0] if not math.isnan(scored[0]) else -1.0
-
-
 def find_residual(suspect: Suspect, base: Checkpoint, layout: Layout) -> AxisMap:
     """The order and the signs in which the suspect has the base's model dimension."""
-    embeddings = [t for t in layout.parameters if t.axes[0] in EMBEDDING and t.axes[1:] == (("model",),)]
-    tensors = [t for t in embeddings if t.name in suspect.names][:1]
-    if not tensors:
+    embedding = embedding_of(layout, suspect.names)
+    if embedding is None:
         raise MpuError(f"{suspect.source}: has no embedding, by which its coordinates could be found")
-    base_weights = {t.name: base.tensor(t.name) for t in tensors}
-    suspect_weights = {name: suspect.tensor(name, like) for name, like in base_weights.items()}
-    return residual_map(layout, suspect_weights, base_weights, UNION)
+    base_weights = base.tensor(embedding.name)
+    suspect_weights = suspect.tensor(embedding.name, base_weights)
+    return residual_map(layout, {embedding.name: suspect_weights}, {embedding.name: base_weights}, UNION)
 
 
 def count_agreements(actual: AxisMap, drawn: AxisMap) -> int:
     """The number of coordinates that two maps of one axis send to the same place with the same sign."""
-    same = actual.order == drawn.order
-    signs = [torch.ones(len(each)) if each.signs is None else each.signs for each in (actual, drawn)]
-    return int((same & (signs[0][actual.order] == signs[1][drawn.order])).sum())
+    same_sign = signs_of(actual)[actual.order] == signs_of(drawn)[drawn.order]
+    return int(((actual.order == drawn.order) & same_sign).sum())
 
 
 def log_chance(agreements: int, *, signed: bool) -> float:
