@@ -13,13 +13,15 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.files.boundary import read_json_object
+from mpu_cli.files.boundary import Document, Text, parse_document, read_json_object
 from mpu_cli.files.manifest import PLANNED, RESULTS
 from mpu_cli.files.resumption import read_lines
 from mpu_cli.files.transaction import Transaction
@@ -78,7 +80,7 @@ def pivot(
         raise UsageError(f"--across {across}: this axis is averaged over", "leave it out of --over")
     axes = [name for name in varied if name not in repeats]
     if not axes:
-        return {name: [["", name], ["run", _text([_value(line, name) for line in lines])]] for name in metrics}
+        return {name: [["", name], ["run", _text(_value(line, name) for line in lines)]] for name in metrics}
     across = across or ("mode" if "mode" in axes else axes[-1])
     down = [name for name in axes if name != across]
     heads = list(dict.fromkeys(line[across] for line in lines if across in line))
@@ -101,11 +103,11 @@ def pivot(
         table = [[*down, *same_columns, *map(str, heads), *distances]]
         for row, here in zip(rows, of_rows, strict=True):
             row_lines = [line for column_lines in here.values() for line in column_lines]
-            cells = [_text([*dict.fromkeys(_value(line, metric, name) for line in row_lines)]) for name in same_columns]
-            cells += [_text([_value(line, metric) for line in here[head]], runs[head]) for head in heads]
-            apart = {h: _distances(here[h], here[_clean_of(h)], metric, repeats) for h in compared}
-            cells += [_percents([each.percent for each in column_distances]) for column_distances in apart.values()]
-            cells += [_percents([each.of_change for each in apart[head]]) for head in changed]
+            cells = [_text(dict.fromkeys(_value(line, metric, name) for line in row_lines)) for name in same_columns]
+            cells += [_text((_value(line, metric) for line in here[head]), runs[head]) for head in heads]
+            apart = {head: _distances(here[head], here[_clean_of(head)], metric, repeats) for head in compared}
+            cells += [_percents([distance.percent for distance in apart[head]]) for head in compared]
+            cells += [_percents([distance.of_change for distance in apart[head]]) for head in changed]
             table.append([*("–" if value is None else str(value) for value in row), *cells])
         tables[metric] = table
     return tables
@@ -141,15 +143,12 @@ def degradation(lines: Sequence[Line], metrics: Sequence[str]) -> dict[str, dict
             continue
         clean = [line for line in lines if line.get("mode") == aim]
         for metric in metrics:
-            means = []
-            for algo in dict.fromkeys(line.get("algo") for line in lines):
-                runs = [line for line in lines if line.get("mode") == mode and line.get("algo") == algo]
-                distances: list[Distance] = []
-                for line in runs:
+            by_algorithm: dict[object, list[Distance]] = {}
+            for line in lines:
+                if line.get("mode") == mode:
                     options = [name for name in line if name not in (*FIXED, "mode")]
-                    distances += _distances([line], clean, metric, options)
-                if distances:
-                    means.append(_mean_distance(distances))
+                    by_algorithm.setdefault(line.get("algo"), []).extend(_distances([line], clean, metric, options))
+            means = [_mean_distance(distances) for distances in by_algorithm.values() if distances]
             if means:
                 mode_distances.setdefault(mode, {})[metric] = replace(_mean_distance(means), count=len(means))
     return mode_distances
@@ -166,8 +165,9 @@ def _clean_of(mode: object) -> str | None:
 
 
 def _mean_distance(distances: Sequence[Distance]) -> Distance:
-    shares = [each.of_change for each in distances if each.of_change is not None]
-    return Distance(statistics.fmean(each.percent for each in distances), statistics.fmean(shares) if shares else None)
+    shares = [distance.of_change for distance in distances if distance.of_change is not None]
+    percent = statistics.fmean(distance.percent for distance in distances)
+    return Distance(percent, statistics.fmean(shares) if shares else None)
 
 
 def sentences(distances: Mapping[str, Distance]) -> list[str]:
@@ -216,18 +216,26 @@ def _value(line: Line, metric: str, key: str = "metrics") -> float | None:
 
 def _covers(row: Sequence[object], other: Sequence[object]) -> bool:
     """Whether ``other`` sets everything that ``row`` does, and more."""
-    return row != other and all(mine in (None, theirs) for mine, theirs in zip(row, other, strict=True))
+    return row != other and all(value in (None, set_value) for value, set_value in zip(row, other, strict=True))
 
 
-def _text(values: Sequence[float | None], runs: int = 0) -> str:
-    """The mean of ``values`` and, if there are several, half of its interval; how many there are, if other cells of the
-    column have more ``runs``."""
+def _mean(values: Iterable[float | None]) -> tuple[float, float, int] | None:
+    """The mean of the finite ``values``, half of its 95 % interval (0 for a single one) and their number; None if there
+    is none."""
     numbers = [value for value in values if value is not None and math.isfinite(value)]
     if not numbers:
+        return None
+    return statistics.fmean(numbers), half_interval(numbers) if len(numbers) > 1 else 0.0, len(numbers)
+
+
+def _text(values: Iterable[float | None], runs: int = 0) -> str:
+    """The mean of ``values`` and, if there are several, half of its interval; how many there are, if other cells of the
+    column have more ``runs``."""
+    if (mean := _mean(values)) is None:
         return "–"
-    mean = f"{statistics.fmean(numbers):.4g}"
-    interval = "" if len(numbers) < 2 else f" ± {half_interval(numbers):.2g}"
-    return mean + interval + (f" (n = {len(numbers)})" if len(numbers) < runs else "")
+    value, half, count = mean
+    interval = f" ± {half:.2g}" if count > 1 else ""
+    return f"{value:.4g}{interval}" + (f" (n = {count})" if count < runs else "")
 
 
 def _percents(values: Sequence[float | None]) -> str:
@@ -279,36 +287,46 @@ def metric_names(lines: Sequence[Line]) -> list[str]:
     return list(dict.fromkeys(name for line in lines for name in line["metrics"]))
 
 
+class Plan(Document):
+    """The experiments of a sweep, the options that all of them share, and the versions that made them."""
+
+    experiments: list[Text] = msgspec.field(default_factory=list)
+    options: dict[Text, Any] = msgspec.field(default_factory=dict)
+    versions: dict[Text, Text] = msgspec.field(default_factory=dict)
+
+
+def read_plan(folder: Path) -> Plan:
+    """The plan of the sweep in ``folder``, an empty one if it has none."""
+    path = folder / PLANNED
+    return parse_document(Plan, read_json_object(path), path, "run the sweep again") if path.is_file() else Plan()
+
+
 def missing_experiments(folders: Sequence[Path], lines: Sequence[Line]) -> list[str]:
     """The names of experiments that the sweeps in ``folders`` have no result of, as far as the folders say."""
     done = {str(line["name"]) for line in lines}
-    missing: list[str] = []
+    planned = []
     for folder in folders:
-        if (folder / PLANNED).is_file():
-            prefix = "" if len(folders) == 1 else f"{folder.resolve().name}/"
-            planned = read_json_object(folder / PLANNED).get("experiments")
-            names = [f"{prefix}{name}" for name in planned] if isinstance(planned, list) else []
-            missing += [name for name in names if name not in done]
-    return missing
+        prefix = "" if len(folders) == 1 else f"{folder.resolve().name}/"
+        planned += [f"{prefix}{name}" for name in read_plan(folder).experiments]
+    return [name for name in planned if name not in done]
 
 
 def provenance_of(folders: Sequence[Path]) -> list[str]:
     """A sentence for each sweep: the options and versions with which all of its experiments were made."""
     declared, paragraphs = declared_options(Experiment), []
     for folder in folders:
-        plan = read_json_object(folder / PLANNED) if (folder / PLANNED).is_file() else {}
-        options, versions = plan.get("options"), plan.get("versions")
-        if not isinstance(options, dict) or not isinstance(versions, dict):
+        plan = read_plan(folder)
+        if not plan.versions:
             continue
         shown = []
-        for name, value in options.items():
+        for name, value in plan.options.items():
             if name not in declared or value is None:
                 continue
             if name in ALWAYS_TOLD or value != declared[name].default:
                 shown.append(f"{name} = {value}")
-        shown_versions = ", ".join(f"{package} {number}" for package, number in versions.items())
+        versions = ", ".join(f"{package} {number}" for package, number in plan.versions.items())
         prefix = "" if len(folders) == 1 else f"{folder.resolve().name}: "
-        paragraphs.append(f"{prefix}All with {', '.join(shown)}; {shown_versions}.")
+        paragraphs.append(f"{prefix}All with {', '.join(shown)}; {versions}.")
     return paragraphs
 
 
@@ -409,31 +427,18 @@ def _html_row(head: Sequence[str], row: Sequence[str], metric: str) -> list[str]
     """``row`` as HTML, with a value in bold if it is certainly the best; axes and distances do not compete."""
     values: list[float | None] = []
     intervals: list[tuple[float, float] | None] = []
+    averaged = any(" ± " in cell for cell in row)
     for name, cell in zip(head, row, strict=True):
-        mean, _, half = cell.partition(" ± ")
-        value, width = (_number(mean), _number(half)) if name in MODES else (None, None)
+        value = interval = None
+        if name in MODES and cell != "–":
+            # A mode with one run beside averaged ones ignores what is repeated: it has no spread.
+            mean, *half = (float(number) for number in cell.partition(" (")[0].split(" ± "))
+            value, width = mean, half[0] if half else 0.0
+            interval = (mean - width, mean + width) if averaged else None
         values.append(value)
-        # A mode with one run beside averaged ones ignores what is repeated: it has no spread.
-        width = 0.0 if width is None and any(" ± " in cell for cell in row) else width
-        intervals.append(None if value is None or width is None else (value - width, value + width))
+        intervals.append(interval)
     marked = distinct_best(values, intervals, goal(metric))
     return [f"<b>{html.escape(cell)}</b>" if i in marked else html.escape(cell) for i, cell in enumerate(row)]
-
-
-def _number(text: str) -> float | None:
-    try:
-        return float(text)
-    except ValueError:
-        return None
-
-
-def _mean(lines: Sequence[Line], metric: str) -> tuple[float, float] | None:
-    """The mean of a metric and half of its 95 % interval (0 for a single run); None if no run has it."""
-    values = [line["metrics"].get(metric) for line in lines]
-    numbers = [float(value) for value in values if isinstance(value, int | float)]
-    if not numbers:
-        return None
-    return statistics.fmean(numbers), half_interval(numbers) if len(numbers) > 1 else 0.0
 
 
 def _plane(axes: Axes, lines: Sequence[Line], utility: str, forgetting: str) -> None:
@@ -443,7 +448,7 @@ def _plane(axes: Axes, lines: Sequence[Line], utility: str, forgetting: str) -> 
     is_axis = any("mode" in line for line in lines)  # else the lines do not say which it was
     for (i, algo), mode in itertools.product(enumerate(algorithms), modes):
         runs = [line for line in lines if line.get("algo", "") == algo and line.get("mode", "mpu") == mode]
-        x, y = _mean(runs, utility), _mean(runs, forgetting)
+        x, y = (_mean(_value(line, metric) for line in runs) for metric in (utility, forgetting))
         if x and y:
             colour, filled = MODES.get(mode, (PALETTE[3], "full"))
             label = f"{algo} {mode}".strip() if is_axis else algo
@@ -482,18 +487,17 @@ def _curves(lines: Sequence[Line], axis: str, metric: str, repeats: Sequence[str
             label = " ".join(value for value in facts.values() if value != "default")
             colour, filled = MODES.get(facts.get("mode", ""), (PALETTE[i % len(PALETTE)], "full"))
             style: dict[str, Any] = {"color": colour, "linestyle": LINES[i % len(LINES)], "label": label}
-            places = sorted({line[axis] for line in group_lines if isinstance(line.get(axis), int | float)})
-            points = []
-            for x in places:
-                mean = _mean([line for line in group_lines if line.get(axis) == x], metric)
-                if mean:
-                    points.append((x, mean))
+            points = {}
+            for x in sorted({line[axis] for line in group_lines if isinstance(line.get(axis), int | float)}):
+                if mean := _mean(_value(line, metric) for line in group_lines if line.get(axis) == x):
+                    points[x] = mean
             if points:
+                means, halves, _ = zip(*points.values(), strict=True)
                 axes.errorbar(
-                    [x for x, _ in points], [y for _, (y, _) in points], yerr=[half for _, (_, half) in points],
-                    marker=MARKERS[i % len(MARKERS)], fillstyle=filled, capsize=2, **style,
+                    [*points], means, yerr=halves, marker=MARKERS[i % len(MARKERS)], fillstyle=filled, capsize=2,
+                    **style,
                 )  # fmt: skip
-            elif mean := _mean(group_lines, metric):
+            elif mean := _mean(_value(line, metric) for line in group_lines):
                 axes.axhline(mean[0], **style)
         axes.set_xlabel(axis)
         axes.set_ylabel(metric)
@@ -542,7 +546,9 @@ def read_recipe(path: Path) -> dict[str, Any]:
 #     file = "tables.csv"
 #     table = "pum_main_comparison"        # the rows whose column "table" says so
 
-INTEGER_OPTIONS, DECIMAL_OPTIONS = ("copies", "rounds", "epochs"), ("kappa",)
+NUMBERS: dict[str, type] = {"copies": int, "rounds": int, "epochs": int, "kappa": float}
+# A clean training is uninterrupted and without noise; it and a noised one are of one model, whatever the copies.
+NOT_OF_MODE = {"clean": ("copies", "kappa", "rounds", "epochs"), "noised": ("copies",)}
 NOT_OPTIONS = ("table", "model", "benchmark", "forget", "mode", "metric", "value")
 # The mean |α_k| of the paper's two copies: the mode noised multiplies κ by it, and the paper lists the product.
 MEAN_ALPHA = 1.5
@@ -587,15 +593,10 @@ def _line(row: Mapping[str, str], metrics: dict[str, float], source: str, bases:
     model, mode = row.get("model", ""), row.get("mode", "mpu")
     matching_bases = [base for base in bases if model and model in base]
     label = source if matching_bases or not model else f"{source}, {model}"
-    options: dict[str, Any] = {name: value for name, value in row.items() if name not in NOT_OPTIONS}
-    options |= {name: int(value) for name, value in options.items() if name in INTEGER_OPTIONS}
-    options |= {name: float(value) for name, value in options.items() if name in DECIMAL_OPTIONS}
+    omitted = (*NOT_OPTIONS, *NOT_OF_MODE.get(mode, ()))
+    options: dict[str, Any] = {name: NUMBERS.get(name, str)(row[name]) for name in row if name not in omitted}
     if mode == "noised":
         options["kappa"] = round(options["kappa"] / MEAN_ALPHA, 9)
-    if mode in ("clean", "noised"):  # of one model or copy, whatever the number of copies
-        options.pop("copies", None)
-    if mode == "clean":  # uninterrupted, without noise
-        options = {name: value for name, value in options.items() if name not in ("kappa", "rounds", "epochs")}
     if row.get("benchmark") == "tofu":
         options["forget"] = f"tofu:{row['forget']}"
     if matching_bases:

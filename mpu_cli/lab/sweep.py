@@ -35,11 +35,10 @@ from threading import Lock
 from typing import Any
 
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.files.boundary import read_json_object
 from mpu_cli.files.manifest import PLANNED, RESULTS, VERSION
 from mpu_cli.files.resumption import alone_beside, append_line, differences, read_lines, write_atomically
 from mpu_cli.lab.options.experiment import Experiment
-from mpu_cli.lab.report import BEFORE, RELEARNING, RETAIN, read_recipe
+from mpu_cli.lab.report import BEFORE, RELEARNING, RETAIN, read_plan, read_recipe
 from mpu_cli.lab.rounds import LOG, publication_in, run
 from mpu_cli.measuring.benchmarks import Benchmark, benchmark_of
 from mpu_cli.measuring.evaluate import choose, evaluate
@@ -395,16 +394,13 @@ def finished(cells: Sequence[Cell], folder: Path) -> dict[str, dict[str, Any]]:
 def _write_plan(folder: Path, cells: Sequence[Cell]) -> None:
     """Write down in ``folder`` the names of all experiments of this sweep so far, and how they are made."""
     shared = json.loads(json.dumps(_shared_options(cells), default=str))
-    names, path = [cell.name for cell in cells], folder / PLANNED
-    if path.is_file() and ((folder / RESULTS).exists() or any(folder.glob(f"*/{LOG}"))):
-        before = read_json_object(path)
-        then, names_before = before.get("options"), before.get("experiments")
-        if isinstance(names_before, list):
-            names = list(dict.fromkeys([*names_before, *names]))
-        if not isinstance(then, dict):
-            then = {}
-        common = then.keys() & shared.keys()  # what is an axis in one of them is in the names
-        changed = list(differences({name: then[name] for name in common}, {name: shared[name] for name in common}))
+    names = [cell.name for cell in cells]
+    if (folder / RESULTS).exists() or any(folder.glob(f"*/{LOG}")):
+        before = read_plan(folder)
+        names = list(dict.fromkeys([*before.experiments, *names]))
+        common = before.options.keys() & shared.keys()  # what is an axis in one of them is in the names
+        then, now = ({name: options[name] for name in common} for options in (before.options, shared))
+        changed = list(differences(then, now))
         if changed:
             raise MpuError(
                 f"{folder}: holds experiments with other options ({few(changed)})",
@@ -412,7 +408,8 @@ def _write_plan(folder: Path, cells: Sequence[Cell]) -> None:
             )
     folder.mkdir(parents=True, exist_ok=True)
     versions = {"mpu": __version__, "torch": version("torch"), "transformers": version("transformers")}
-    write_atomically(path, json.dumps({"experiments": names, "options": shared, "versions": versions}, indent=2))
+    plan = {"experiments": names, "options": shared, "versions": versions}
+    write_atomically(folder / PLANNED, json.dumps(plan, indent=2))
 
 
 def _shared_options(cells: Sequence[Cell]) -> dict[str, object]:

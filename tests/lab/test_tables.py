@@ -120,6 +120,21 @@ def test_report(mpu: Callable, tmp_path: Path) -> None:
     assert "has no results.jsonl" in mpu("report", ".", cwd=tmp_path, check=False).err
 
 
+def test_a_cell_of_fewer_runs_is_bold_if_its_interval_stands_apart(mpu: Callable, tmp_path: Path) -> None:
+    clean, apart, wide = (0.49, 0.5, 0.51), (0.9, 0.9001), (0.1, 0.99)
+    for values, bold in ((apart, 1), (wide, 0)):
+        cells = {("npo", "clean"): clean, ("npo", "mpu"): values, ("simnpo", "mpu"): clean}
+        lines = [
+            {"name": f"{algo}-{mode}-{seed}", "algo": algo, "mode": mode, "seed": seed,
+             "metrics": {"model_utility": value}}
+            for (algo, mode), runs in cells.items() for seed, value in enumerate(runs)
+        ]  # fmt: skip
+        (tmp_path / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        mpu("report", ".", "--force", cwd=tmp_path)
+        page = (tmp_path / "report.html").read_text()
+        assert len(re.findall(r"<b>[^<]*n = 2[^<]*</b>", page)) == bold
+
+
 PAPER = ROOT / "examples/paper"
 RECIPES = sorted(path.stem for path in PAPER.glob("*.toml") if path.stem not in ("common", "small", "real"))
 TRIED = ("pum_main_comparison", "pum_kappa", "llama-3.1-8b_tofu_lora")  # the others differ from these in little
