@@ -241,16 +241,19 @@ def read_sweep(path: Path, overrides: Mapping[str, object] | None = None) -> lis
         raise UsageError(f"{path}: cases: must be tables, each under a line [[cases]]")
     if not all(isinstance(table, dict) for table in (evaluation, *(case.get("eval", {}) for case in cases))):
         raise UsageError(f"{path}: eval: must be a table, under a line [eval]")
-    of_eval = {n.removeprefix("eval."): v for n, v in (overrides or {}).items() if n.startswith("eval.")}
-    of_run = {name: value for name, value in (overrides or {}).items() if not name.startswith("eval.")}
+    eval_overrides, run_overrides = {}, {}
+    for name, value in (overrides or {}).items():
+        if name.startswith("eval."):
+            eval_overrides[name.removeprefix("eval.")] = value
+        else:
+            run_overrides[name] = value
     cells: dict[str, Cell] = {}
     for case in cases:
-        of_file = {**document, **{name: value for name, value in case.items() if name != "eval"}}
-        check_in_files(declared_options(Experiment), of_file, f"{path}: ", "give it with --set")
-        options = {**of_file, **of_run}
-        measured = {**evaluation, **case.get("eval", {}), **of_eval}
-        of_eval_in_file = {**evaluation, **case.get("eval", {})}
-        check_in_files(declared_options(Measuring), of_eval_in_file, f"{path}: [eval] ", "give it with --set")
+        in_eval = {**evaluation, **case.pop("eval", {})}
+        in_file = {**document, **case}
+        check_in_files(declared_options(Experiment), in_file, f"{path}: ", "give it with --set")
+        check_in_files(declared_options(Measuring), in_eval, f"{path}: [eval] ", "give it with --set")
+        options, measured = {**in_file, **run_overrides}, {**in_eval, **eval_overrides}
         from_flat(Measuring, {name: v for name, v in measured.items() if name != RETAIN_MODEL}, f"{path}: [eval] ")
         if RETAIN_MODEL in measured and "retain_log" in measured:
             raise UsageError(f"{path}: [eval] retain_model: there is a retain_log already", "leave one of them out")
@@ -258,8 +261,7 @@ def read_sweep(path: Path, overrides: Mapping[str, object] | None = None) -> lis
         if empty := [name for name, values in axes.items() if not values]:
             raise UsageError(f"{path}: {empty[0]} = []: an axis needs a value")
         for choice in itertools.product(*axes.values()):
-            chosen = dict(zip(axes, choice, strict=True))
-            cell = _cell({**options, **chosen}, measured, [*axes, *(name for name in case if name != "eval")], path)
+            cell = _cell({**options, **dict(zip(axes, choice, strict=True))}, measured, [*axes, *case], path)
             cells.setdefault(json.dumps([cell.options, cell.evaluation], sort_keys=True), cell)
     named = _with_axis_values(list(cells.values()))
     if len({cell.name for cell in named}) < len(named):
@@ -287,14 +289,11 @@ def _with_axis_values(cells: Sequence[Cell]) -> list[Cell]:
             eval_axes.append(name)
     named = []
     for cell in cells:
-        defaults, ignored = _defaults(cell), _ignored_options(cell.options)
-        varied: dict[str, object] = {}
-        for name in axes:
-            if name not in ignored:
-                value = cell.options.get(name, defaults[name])
-                varied[name] = "default" if value in (None, ()) else value
-        for name in eval_axes:
-            varied[f"eval.{name}"] = str(cell.evaluation.get(name, "–"))
+        values, ignored = _defaults(cell) | cell.options, _ignored_options(cell.options)
+        varied = {
+            name: "default" if values[name] in (None, ()) else values[name] for name in axes if name not in ignored
+        }
+        varied |= {f"eval.{name}": str(cell.evaluation.get(name, "–")) for name in eval_axes}
         named.append(replace(cell, varied=varied))
     return named
 
@@ -314,7 +313,8 @@ def _cell(options: Mapping[str, object], evaluation: Mapping[str, object], varie
 
 def _defaults(cell: Cell) -> dict[str, object]:
     """The value of each option where ``cell`` omits it; the scales of the noise depend on what else is set."""
-    defaults = {name: each.default for name, each in declared_options(Experiment).items() if not each.is_required}
+    declarations = declared_options(Experiment).items()
+    defaults = {name: declared.default for name, declared in declarations if not declared.is_required}
     experiment = cell.experiment
     if "kappa" in _ignored_options(cell.options):
         return defaults
@@ -463,6 +463,8 @@ def play(cell: Cell, folder: Path, observer: Observer = SILENT) -> dict[str, Any
     forms["after"] = _evaluate(outcome.model, cell, folder / cell.name / "eval.json", cell_observer)
     if not experiment.keep:
         shutil.rmtree(outcome.model, ignore_errors=True)
+    relearned = {model: metrics.get(RELEARNED, {}) for model, metrics in forms.items()}
+    curves = {model: form["curve"] for model, form in relearned.items() if "curve" in form}
     return {
         "name": cell.name,
         "digest": _digest(cell),
@@ -470,7 +472,7 @@ def play(cell: Cell, folder: Path, observer: Observer = SILENT) -> dict[str, Any
         "metrics": _values(forms["after"]),
         BEFORE: _values(before),
         RETAIN: _values(forms.get(RETAIN, {})),
-        **_curves(forms),
+        **({RELEARNING: curves} if curves else {}),
         "seconds": round(sum(line["seconds"] for line in outcome.log), 3),
         "evaluation_seconds": round(time.monotonic() - started, 3),
     }
@@ -478,16 +480,6 @@ def play(cell: Cell, folder: Path, observer: Observer = SILENT) -> dict[str, Any
 
 def _values(forms: Mapping[str, Mapping[str, Any]]) -> dict[str, object]:
     return {name: form["agg_value"] for name, form in forms.items() if "agg_value" in form}
-
-
-def _curves(forms: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> dict[str, object]:
-    """The curves of relearning what was forgotten, of each model: "after", "before" and "retain model"."""
-    curves = {
-        model_name: metrics[RELEARNED]["curve"]
-        for model_name, metrics in forms.items()
-        if "curve" in metrics.get(RELEARNED, {})
-    }
-    return {RELEARNING: curves} if curves else {}
 
 
 def _before(cell: Cell, folder: Path, observer: Observer) -> dict[str, Any]:
@@ -511,20 +503,16 @@ def _named_retain_log(cell: Cell, folder: Path) -> Cell:
 
 def _with_retain_log(cell: Cell, folder: Path, observer: Observer) -> Cell:
     """``cell`` with the log of its retain model, measured now unless ``folder`` has it."""
-    model = cell.evaluation.get(RETAIN_MODEL)
-    if model is None:
-        return cell
     with_log = _named_retain_log(cell, folder)
-    log = Path(str(with_log.evaluation["retain_log"]))
-    if not log.exists():
+    if with_log is not cell and not Path(str(with_log.evaluation["retain_log"])).exists():
+        model, measuring = str(cell.evaluation[RETAIN_MODEL]), cell.measuring
         observer.note(f"measuring {model}, the retain model")
-        benchmark = benchmark_of(cell.measuring, None)
-        names = cell.measuring.metrics
-        if names:
-            logged = [name for name in LOGGED if name in benchmark.metrics]
-            names = tuple(name for name in (*names, *logged) if name != FORGET_QUALITY)
-        options = replace(cell.measuring, metrics=names)
-        evaluate(open_model(str(model)), benchmark, options, out=log, observer=observer)
+        benchmark = benchmark_of(measuring, None)
+        if measuring.metrics:
+            logged = (*measuring.metrics, *(name for name in LOGGED if name in benchmark.metrics))
+            measuring = replace(measuring, metrics=tuple(name for name in logged if name != FORGET_QUALITY))
+        log = Path(str(with_log.evaluation["retain_log"]))
+        evaluate(open_model(model), benchmark, measuring, out=log, observer=observer)
     return with_log
 
 

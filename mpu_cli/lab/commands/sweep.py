@@ -85,25 +85,21 @@ class Sweep(Command):
 
     def run(self, observer: Observer = SILENT) -> Swept | dict[str, Any]:
         """All results; of one ``cell``, which a process of its own plays, its line."""
-        from mpu_cli.lab.report import LITERATURE, published_results
-        from mpu_cli.lab.sweep import ThroughSubmitit, play, sweep, sweep_metric_names
-        from mpu_cli.measuring.results import chosen_metrics
+        from mpu_cli.lab.report import LITERATURE
+        from mpu_cli.lab.sweep import ThroughSubmitit, play, sweep
 
         check_folder(self._folder)
         cells = self._cells()
-        # Before hours of training: an entry may be wrong.
-        known_numbers = published_results(self.file, sorted({cell.experiment.base for cell in cells}))
         if self.cell is not None:
-            [selected] = [each for each in cells if each.name == self.cell]
+            [selected] = [cell for cell in cells if cell.name == self.cell]
             return play(selected, self._folder, observer)
-        if self.metrics is not None:
-            chosen_metrics(self.metrics, sweep_metric_names(cells))  # before hours of training
+        known_numbers = self._known_numbers(cells)
         jobs = self._jobs(self._folder, observer)
         if jobs and isinstance(jobs.launcher, ThroughSubmitit):
             observer.note(f"{jobs.launcher.logs}: logs of the jobs")
         lines, failed = sweep(cells, self._folder, observer, jobs)
         fields = {name for line in lines for name in line} | {"mode"}
-        algorithms = {str(each.experiment.unlearning.algo) for each in cells}
+        algorithms = {str(cell.experiment.unlearning.algo) for cell in cells}
         published = []  # others' results with the algorithms of this sweep, and the options that it has, too
         for line in known_numbers:
             if line.get("algo") in algorithms:
@@ -145,20 +141,16 @@ class Sweep(Command):
 
     def preview(self, observer: Observer) -> Report:
         """The experiments, what passes between the parties, and how many steps are trained."""
-        from mpu_cli.lab.report import published_results
         from mpu_cli.lab.rounds import costs_of
-        from mpu_cli.lab.sweep import finished, preview, sweep_metric_names
-        from mpu_cli.measuring.results import chosen_metrics
+        from mpu_cli.lab.sweep import finished, preview
 
         check_folder(self._folder)
         cells = self._cells()
         with TemporaryDirectory() as scratch:  # submitit makes its folder at once
             self._jobs(Path(scratch), observer)  # raises for a cluster that cannot be used
-        published_results(self.file, sorted({cell.experiment.base for cell in cells}))  # raises for what is not there
         for warning in preview(cells):
             observer.warn(warning)
-        if self.metrics is not None:
-            chosen_metrics(self.metrics, sweep_metric_names(cells))
+        self._known_numbers(cells)  # raises for what is not there
         done = finished(cells, self._folder)
         todo = [cell for cell in cells if cell.name not in done]
         costs = dict(zip([cell.name for cell in todo], costs_of([cell.experiment for cell in todo]), strict=True))
@@ -215,6 +207,16 @@ class Sweep(Command):
         for setting in self.settings or []:
             command += ["--set", setting]
         return Jobs(self.jobs, command, self._folder, launcher)
+
+    def _known_numbers(self, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+        """Others' results that FILE names. Raises UsageError, before hours of training, also for unknown --metrics."""
+        from mpu_cli.lab.report import published_results
+        from mpu_cli.lab.sweep import sweep_metric_names
+        from mpu_cli.measuring.results import chosen_metrics
+
+        if self.metrics is not None:
+            chosen_metrics(self.metrics, sweep_metric_names(cells))
+        return published_results(self.file, sorted({cell.experiment.base for cell in cells}))
 
     @property
     def _folder(self) -> Path:
