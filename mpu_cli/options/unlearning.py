@@ -425,7 +425,7 @@ class Logging(Options):
     )
     checkpoint_steps: int | None = option(
         None,
-        "Steps between the checkpoints of --resume (default: one a minute).",
+        "Steps between the checkpoints of --resume (default: as often as 5 % of the time allows).",
         above=0,
         fold=TRAINING,
     )

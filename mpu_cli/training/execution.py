@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import hmac
 import json
+import math
 import os
 import shutil
 import sys
@@ -182,8 +183,7 @@ def whole_parameters(
 # Checkpoints of a training: when they are written, and which one it resumes from.
 
 KEPT_CHECKPOINTS = 2  # the previous one stays until the next is complete
-CHECKPOINT_SECONDS = 60.0  # between checkpoints at least, unless steps are given
-CHECKPOINT_SHARE = 0.05  # of the time at most that goes into writing them
+CHECKPOINT_SHARE = 0.05  # of the time at most that goes into writing checkpoints, unless steps are given
 SEAL = "mpu-seal.json"  # in a checkpoint: the MAC of its other files
 
 
@@ -241,9 +241,9 @@ class Checkpoints:
 
 
 class Saving(TrainerCallback):
-    """Has the Trainer write a checkpoint once a minute, or every ``steps`` steps; none after the last, however it is
-    the last, which the result follows. Large ones, which take long to write, are written less often. Each is sealed
-    once it is complete. If there are ``signals`` to stop, it writes one and ends the training."""
+    """Has the Trainer write a checkpoint after the first step and then as often as CHECKPOINT_SHARE allows, or every
+    ``steps`` steps; none after the last, however it is the last, which the result follows. Each is sealed once it is
+    complete. If there are ``signals`` to stop, it writes one and ends the training."""
 
     def __init__(self, steps: int | None, checkpoints: Checkpoints, signals: list[int]):
         self._steps, self._checkpoints, self._signals = steps, checkpoints, signals
@@ -262,12 +262,13 @@ class Saving(TrainerCallback):
     def on_save(self, _: TrainingArguments, state: TrainerState, __: TrainerControl, **___: Any) -> None:
         from_first(lambda: self._checkpoints.seal(state.global_step))
         self._last = time.monotonic()
-        self._took = self._last - self._began
+        has_room = self._checkpoints.of_step(state.global_step).is_dir()
+        self._took = self._last - self._began if has_room else math.inf  # none by time any more
 
     def _is_due(self, step: int) -> bool:
         if self._steps is not None:
             return step % self._steps == 0
-        return time.monotonic() - self._last >= max(CHECKPOINT_SECONDS, self._took / CHECKPOINT_SHARE)
+        return time.monotonic() - self._last >= self._took / CHECKPOINT_SHARE
 
 
 def last_checkpoint(folder: Path) -> Path | None:
