@@ -66,7 +66,7 @@ class Watch(Command):
     def run(self, observer: Observer = SILENT) -> bool:
         """Whether every copy that arrived has its delta; each is a result of its own."""
         from mpu_cli.flower.spool import Spool, copy_name
-        from mpu_cli.flower.watch import Watching
+        from mpu_cli.flower.watch import Worker
         from mpu_cli.training.data import read_dataset
 
         spool, work, privacy = self.spool, self.work, self.unlearning.privacy
@@ -102,11 +102,11 @@ class Watch(Command):
                     observer.warn(f"{path}: a copy is expected at {spool / 'in' / copy_name(manifest)}")
         if not self.once:
             observer.note(f"waiting for copies at {spool / 'in' / 'RUN' / 'round_R' / 'copy_K'}; Ctrl-C stops")
-        watching = Watching(
+        worker = Worker(
             spool=Spool(spool), work=work, data=data, options=self.unlearning, observer=observer,
             on_delta=report_result, most=self.max_deltas, seconds=self.copy_timeout, checks=self.checks,
         )  # fmt: skip
-        return watching.watch(self.poll, self.once)
+        return worker.watch(self.poll, self.once)
 
     def report(self, complete: bool, observer: Observer) -> Report:  # noqa: ARG002 (as all commands have it)
         failure = MpuError(

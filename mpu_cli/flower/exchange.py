@@ -88,7 +88,7 @@ def table(reply: Reply, name: str, kind: type) -> dict[str, Any]:
     names, values = reply.values.get("names"), reply.values.get(name)
     # An empty list has no type in Flower, and may come back as nothing.
     names, values = list(names or ()), list(values or ())
-    fits = all(isinstance(each, str) for each in names) and all(type(each) is kind for each in values)
+    fits = all(isinstance(text, str) for text in names) and all(type(value) is kind for value in values)
     if len(names) != len(values) or not fits:
         raise MpuError(f"a Flower app answered with {name} that do not belong to names")
     return dict(zip(names, values, strict=True))
@@ -98,7 +98,7 @@ Job = Generator[Request, Reply, Any]
 
 
 @dataclass
-class _Running:
+class ActiveJob:
     """A job, the node it talks to, and its request on the way."""
 
     job: Job
@@ -132,7 +132,7 @@ class Exchange:
     limit: float
     say: Callable[[str], None]
     _late: set[str] = field(default_factory=set)  # messages whose replies are pulled, so that they are not kept
-    _running: dict[int, _Running] = field(default_factory=dict)  # by number of the job
+    _running: dict[int, ActiveJob] = field(default_factory=dict)  # by number of the job
     _failures: list[tuple[str, MpuError]] = field(default_factory=list)  # each owner's, as they come
 
     def run(self, jobs: Iterable[tuple[str, Job]]) -> dict[str, MpuError]:
@@ -145,41 +145,41 @@ class Exchange:
             self._advance(number, job, owner, None)
         while running:
             now = time.monotonic()
-            for each in running.values():
+            for active in running.values():
                 carrying = sum(other.carries and other.pending for other in running.values())
-                if not each.pending and now >= each.due and not (each.carries and carrying >= CARRYING):
-                    self._send(each)
-            waiting = {sent: number for number, each in running.items() for sent in each.messages}
+                if not active.pending and now >= active.due and not (active.carries and carrying >= CARRYING):
+                    self._send(active)
+            waiting = {sent: number for number, active in running.items() for sent in active.messages}
             for message in self.grid.pull_messages([*waiting, *self._late]) if waiting else ():
                 sent = message.metadata.reply_to_message_id
                 number = waiting.get(sent, -1)
                 if number not in running or sent not in running[number].messages:
                     self._late.discard(sent)  # to a request that was answered meanwhile
                     continue
-                each = running[number]
-                each.messages.remove(sent)
+                active = running[number]
+                active.messages.remove(sent)
                 if message.has_error():
                     why = f"error {message.error.code}: {printable_excerpt(message.error.reason)}"
-                    each.raised += message.error.code == RAISED
-                    if each.raised == ENOUGH:
-                        self._give_up(number, each.owner, f"its Flower app cannot answer ({why})")
+                    active.raised += message.error.code == RAISED
+                    if active.raised == ENOUGH:
+                        self._give_up(number, active.owner, f"its Flower app cannot answer ({why})")
                     else:
-                        self._repeat(each, why)
+                        self._repeat(active, why)
                     continue
                 try:
                     reply = Reply(about(message.content), pieces(message.content))
                 except (KeyError, ValueError, TypeError, AttributeError) as error:
-                    self._give_up(number, each.owner, f"its reply cannot be read ({printable_excerpt(error)})")
+                    self._give_up(number, active.owner, f"its reply cannot be read ({printable_excerpt(error)})")
                     continue
-                self._late.update(each.messages)
-                self._advance(number, each.job, each.owner, reply)
-            for number, each in list(running.items()):
-                patience = self.patience * 2 ** max(0, each.sent - 1)
-                if each.pending and time.monotonic() - each.asked_at > patience:
-                    self._repeat(each, f"no reply for {patience:g} s")
-                if time.monotonic() - each.begun_at > self.limit:
-                    self._late.update(each.messages)
-                    self._give_up(number, each.owner, f"no reply for {self.limit:g} s")
+                self._late.update(active.messages)
+                self._advance(number, active.job, active.owner, reply)
+            for number, active in list(running.items()):
+                patience = self.patience * 2 ** max(0, active.sent - 1)
+                if active.pending and time.monotonic() - active.asked_at > patience:
+                    self._repeat(active, f"no reply for {patience:g} s")
+                if time.monotonic() - active.begun_at > self.limit:
+                    self._late.update(active.messages)
+                    self._give_up(number, active.owner, f"no reply for {self.limit:g} s")
             time.sleep(POLL_SECONDS)
         # Of equal keys, a dict keeps the last: here each owner's first failure.
         return dict(reversed(self._failures))
@@ -197,7 +197,7 @@ class Exchange:
             why = f"its reply cannot be used ({type(error).__name__}: {printable_excerpt(error)})"
             self._give_up(number, owner, why)
         else:
-            self._running[number] = _Running(job, owner, request, time.monotonic())
+            self._running[number] = ActiveJob(job, owner, request, time.monotonic())
 
     def _give_up(self, number: int, owner: str, why: str, error: MpuError | None = None) -> None:
         """End a job: say ``why``, and keep ``error``, by default one made of that."""
@@ -206,24 +206,24 @@ class Exchange:
         self._failures.append((owner, error))
         self.say(f"{owner}: {why}")
 
-    def _send(self, each: _Running) -> None:
+    def _send(self, active: ActiveJob) -> None:
         online = set(self.grid.get_node_ids())
-        nodes = (n.node_id for n in self.grid.get_nodes() if n.name == each.owner and n.node_id in online)
+        nodes = (n.node_id for n in self.grid.get_nodes() if n.name == active.owner and n.node_id in online)
         node = next(nodes, None)
         if node is None:
-            each.due = time.monotonic() + RETRY_SECONDS
+            active.due = time.monotonic() + RETRY_SECONDS
             return
         content = message_content(
-            {"kind": each.request.kind, "copy": each.request.copy, **each.request.values}, each.request.data
+            {"kind": active.request.kind, "copy": active.request.copy, **active.request.values}, active.request.data
         )
         [message] = self.grid.push_messages([Message(content, dst_node_id=node, message_type="query")])
         if message is None:
-            each.due = time.monotonic() + RETRY_SECONDS
+            active.due = time.monotonic() + RETRY_SECONDS
             return
-        each.messages.append(message)
-        each.asked_at, each.pending = time.monotonic(), True
-        each.sent += 1
+        active.messages.append(message)
+        active.asked_at, active.pending = time.monotonic(), True
+        active.sent += 1
 
-    def _repeat(self, each: _Running, why: str) -> None:
-        self.say(f"{each.owner}: {each.request.kind} of {each.request.copy} is sent again ({why})")
-        each.pending, each.due = False, time.monotonic() + RETRY_SECONDS
+    def _repeat(self, active: ActiveJob, why: str) -> None:
+        self.say(f"{active.owner}: {active.request.kind} of {active.request.copy} is sent again ({why})")
+        active.pending, active.due = False, time.monotonic() + RETRY_SECONDS

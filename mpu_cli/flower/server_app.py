@@ -264,7 +264,7 @@ class Round:
         for warning in warnings:
             say(f"warning: {warning}")
         (self.folder / "warnings.txt").write_text(
-            "".join(f"{printable_excerpt(each)}\n" for each in warnings), encoding="utf-8"
+            "".join(f"{printable_excerpt(warning)}\n" for warning in warnings), encoding="utf-8"
         )
         if left_out:
             with (fresh / CARD).open("a", encoding="utf-8") as card:

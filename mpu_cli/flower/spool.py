@@ -214,8 +214,8 @@ class Spool:
             return [name]
         if kind != "folder":
             return []
-        inside = [f"{name}/{each}" for each in self._folder.names(delta)]
-        return [each for each in inside if is_name(each, FILE)]
+        paths = [f"{name}/{file}" for file in self._folder.names(delta)]
+        return [path for path in paths if is_name(path, FILE)]
 
     def _digest(self, path: str) -> str:
         if self._folder.kind(path) != "file":

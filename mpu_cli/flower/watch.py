@@ -81,7 +81,7 @@ class Message(Document):
     report: TrainingReport | None = None
 
 
-class Answering:
+class TrainingProcess:
     """The process, started with the first task. ``seconds`` is how long one may take."""
 
     def __init__(self, data: Dataset, options: Unlearning, checks: Checks, observer: Observer, seconds: float):
@@ -298,7 +298,7 @@ def read_answers(path: Path) -> list[AnsweredCopy]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watching:
+class Worker:
     """The options and folders of a worker that unlearns on the copies in a spool."""
 
     spool: Spool
@@ -317,7 +317,7 @@ class Watching:
         """Work on what arrives, for ever or ``once``. Returns whether every copy that was there has its delta."""
         check_options(self.options)
         self.spool.prepare()
-        answering = Answering(self.data, self.options, self.checks, self.observer, self.seconds)
+        process = TrainingProcess(self.data, self.options, self.checks, self.observer, self.seconds)
         private_folder(self.work)
         try:
             with private_umask(), alone_in(self.work, "watch", "--work"):
@@ -337,15 +337,15 @@ class Watching:
                         copy for copy in arrived if self.spool.state(copy) == "waiting" and copy not in self._unmarked
                     ]
                     for copy in waiting:
-                        self._answer(copy, answering)
+                        self._answer(copy, process)
                     if once:
                         return all(self.spool.state(copy) == "done" for copy in self.spool.copies())
                     if not waiting:
                         time.sleep(poll)
         finally:
-            answering.stop()
+            process.stop()
 
-    def _answer(self, copy: str, answering: Answering) -> None:
+    def _answer(self, copy: str, process: TrainingProcess) -> None:
         """Unlearn on a copy; a failure is reported here; the other party learns only that it happened."""
         delta = self._delta(copy)
         arrived = self.work / "arrived" / copy
@@ -356,7 +356,7 @@ class Watching:
             self.spool.take(copy, arrived)
             if not delta.exists():
                 self._begin(copy, digest_of_folder(arrived))
-            report = answering.answer(CopyTask(copy, arrived, delta, self.work / "references"))
+            report = process.answer(CopyTask(copy, arrived, delta, self.work / "references"))
             self._note(copy, ANSWERED)
             out = self.spool.hand_over(copy, delta)
             self.on_delta(copy, out, report)
