@@ -26,19 +26,19 @@ def composed_epsilon(spendings: Sequence[Spending], delta: float, neighbours: st
 
     Releases add their (ε, δ): what they leave of ``delta`` is left for the trainings.
     """
-    releases = [each.between(neighbours) for each in spendings if isinstance(each, Release)]
-    mechanisms = [each for each in spendings if isinstance(each, Mechanism)]
-    if None in spendings or not all(each.noise_multiplier for each in mechanisms):
+    releases = [spending.between(neighbours) for spending in spendings if isinstance(spending, Release)]
+    mechanisms = [spending for spending in spendings if isinstance(spending, Mechanism)]
+    if None in spendings or not all(mechanism.noise_multiplier for mechanism in mechanisms):
         return math.inf
-    left_delta = delta - math.fsum(each.delta for each in releases)
-    if left_delta < 0 or (mechanisms and left_delta == 0):
+    remaining_delta = delta - math.fsum(release.delta for release in releases)
+    if remaining_delta < 0 or (mechanisms and remaining_delta == 0):
         return math.inf
-    epsilon = math.fsum(each.epsilon for each in releases)
+    epsilon = math.fsum(release.epsilon for release in releases)
     if mechanisms:
         accountant = _accountant(neighbours)
         for mechanism in mechanisms:
             accountant.compose(_event(mechanism))
-        epsilon += float(accountant.get_epsilon(left_delta))
+        epsilon += float(accountant.get_epsilon(remaining_delta))
     return epsilon
 
 

@@ -10,9 +10,9 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from http.client import HTTPException
-from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 from urllib.error import HTTPError
@@ -209,22 +209,19 @@ def _within(seconds: float, work: Callable[[], Result]) -> Result:
     A socket's own timeout is for each read, so that a server which sends a byte now and then, of the handshake, of the
     headers or of the body, would never exceed it. Nothing ends a thread that waits: it ends with the process.
     """
-    outcome: SimpleQueue[tuple[list[Result], Exception | None]] = SimpleQueue()
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:
-            outcome.put(([work()], None))
+            future.set_result(work())
         except Exception as error:
-            outcome.put(([], error))
+            future.set_exception(error)
 
     Thread(target=run, daemon=True).start()
-    try:
-        results, error = outcome.get(timeout=seconds)
-    except Empty:
-        raise TimeoutError(f"no complete reply within {seconds:.0f} s") from None
-    if error:
-        raise error
-    return results[0]
+    wait([future], seconds)
+    if not future.done():
+        raise TimeoutError(f"no complete reply within {seconds:.0f} s")
+    return future.result()
 
 
 def _batches(items: Sequence[Item], size: int) -> Iterator[Sequence[Item]]:

@@ -111,8 +111,8 @@ def span_gain(changes: Sequence[torch.Tensor], inputs: torch.Tensor) -> torch.Te
     """
     x = inputs.double()
     moment = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64)
-    for each in changes:
-        wide = each.double()
+    for change in changes:
+        wide = change.double()
         moment += wide.T @ wide / wide.square().sum().clamp(min=1e-60) / len(changes)
     shared = x.T @ x / x.square().sum()
 
@@ -163,11 +163,7 @@ def readings(
     places = in_memory(model, before.tensors)
     by_pointer = {view.data_ptr(): name for name, view in places.items()}
     tokens = _Tokens.of(forget, retain)
-    changes: dict[str, torch.Tensor] = {}
-    for name in places:
-        change = _change(delta, name)
-        if change is not None:
-            changes[name] = change
+    changes = {name: change for name in places if (change := _change(delta, name)) is not None}
     inputs, head = model.get_input_embeddings(), model.get_output_embeddings()
     embeddings = [inputs]
     if head is not None and head.weight.data_ptr() != inputs.weight.data_ptr():
@@ -251,17 +247,16 @@ class _Tokens:
 
     @classmethod
     def of(cls, forget: Sequence[Example], retain: Sequence[Example]) -> _Tokens:
-        in_each = [frozenset(example.ids) for example in (*forget, *retain)]
-        unlabelled = set()
+        prompt_tokens: set[int] = set()
         for example in forget:
-            for token, label in zip(example.ids, example.labels, strict=True):
-                if label == IGNORED:
-                    unlabelled.add(token)
+            pairs = zip(example.ids, example.labels, strict=True)
+            prompt_tokens |= {token for token, label in pairs if label == IGNORED}
+        forget_sets, retain_sets = ([frozenset(example.ids) for example in examples] for examples in (forget, retain))
         # Tokens that all records have, and not in answers alone. A single record has nothing to be compared with.
-        template = frozenset.intersection(*in_each) & unlabelled if len(in_each) > 1 else frozenset()
-        forgotten = frozenset().union(*(example.ids for example in forget))
-        kept = frozenset().union(*(example.ids for example in retain))
-        return cls(forgotten - template, kept - template, template)
+        record_sets, template = [*forget_sets, *retain_sets], frozenset[int]()
+        if len(record_sets) > 1:
+            template = frozenset.intersection(*record_sets) & prompt_tokens
+        return cls(frozenset().union(*forget_sets) - template, frozenset().union(*retain_sets) - template, template)
 
     def auc(self, scores: torch.Tensor) -> float | None:
         """AUC of tokens of records to forget only against tokens of records to keep only, or all others if there are

@@ -275,11 +275,11 @@ def _add_within_units(trained: Sequence[torch.nn.Parameter], units: Sequence[Uni
 def _drop_non_finite(trained: Sequence[torch.nn.Parameter]) -> None:
     """Units whose gradients overflow add nothing: a model could be made so that one word spoils a sum."""
     rows: list[Any] = [parameter.grad_sample for parameter in trained]  # type: ignore[attr-defined]
-    norms = torch.stack([each.flatten(1).norm(dim=1) for each in rows]).norm(dim=0)
+    norms = torch.stack([gradients.flatten(1).norm(dim=1) for gradients in rows]).norm(dim=0)
     finite = norms.isfinite()
     if not finite.all():
-        for each in rows:
-            each[~finite] = 0.0
+        for gradients in rows:
+            gradients[~finite] = 0.0
 
 
 def _loss(

@@ -40,7 +40,7 @@ from mpu_cli.lab.options.experiment import Experiment
 from mpu_cli.measuring.cost import cost, steps_of
 from mpu_cli.model.source import Model, open_model
 from mpu_cli.observer import SILENT, Observer, PrefixedObserver
-from mpu_cli.options.declare import as_arguments, declared_options, flat, from_flat
+from mpu_cli.options.declare import as_arguments, declared_options, flat
 from mpu_cli.options.publishing import Aggregating, Copies
 from mpu_cli.options.unlearning import AUTO, Logging, RecordFormat, Unlearning
 from mpu_cli.protocol.combine import aggregate, plan_aggregate
@@ -78,25 +78,12 @@ def publication_in(experiment: Experiment, *, seed: bytes, run: str = "", number
         scheme=scheme_of(disguise),
         **settings_of(disguise),
     )
-    return MODES[experiment.mode](published)
-
-
-def _model_itself(published: Publication) -> Publication:
-    return replace(published, scheme=ZeroSum((1.0,)), kappa=0.0, shared_kappa=0.0, watermark=0.0, symmetries="none")
-
-
-def _one_noised_copy(published: Publication) -> Publication:
-    mean = math.fsum(published.scheme.scales) / published.copies
-    return replace(published, scheme=ZeroSum((mean,)), watermark=0.0, symmetries="none")
-
-
-# The publication in a mode, in place of the one that the options describe.
-MODES: dict[str, Callable[[Publication], Publication]] = {
-    "clean": _model_itself,
-    "clean-rounds": _model_itself,
-    "noised": _one_noised_copy,
-    "mpu": lambda published: published,
-}
+    if experiment.mode == "mpu":
+        return published
+    published = replace(published, watermark=0.0, symmetries="none")
+    if experiment.mode == "noised":
+        return replace(published, scheme=ZeroSum((math.fsum(published.scheme.scales) / published.copies,)))
+    return replace(published, scheme=ZeroSum((1.0,)), kappa=0.0, shared_kappa=0.0)
 
 
 def rounds_of(experiment: Experiment) -> int:
@@ -143,8 +130,7 @@ def begin(folder: Path, facts: Mapping[str, object]) -> None:
             # Nothing was done yet: a mistake may have been corrected.
             write_atomically(document, text)
             return
-        then = {name: before[name] for name in before if name not in INDECISIVE}
-        now = {name: facts[name] for name in facts if name not in INDECISIVE}
+        then, now = ({name: table[name] for name in table if name not in INDECISIVE} for table in (before, facts))
         if changed := list(differences(then, now)):
             raise MpuError(
                 f"{folder}: holds a different experiment ({', '.join(changed)})", "choose another --out, or remove it"
@@ -159,10 +145,10 @@ def facts_of(experiment: Experiment, data: Dataset) -> dict[str, object]:
     options = flat(replace(experiment, rounds=rounds_of(experiment)))
     # Of models and records the contents count, below; of the noise what it amounts to, in "published".
     elsewhere = {"base", "public", *declared_options(Copies), *declared_options(Unlearning)}
-    declarations = declared_options(Experiment)
-    decided = {
-        name: value for name, value in options.items() if declarations[name].affects_result and name not in elsewhere
-    }
+    decided: dict[str, object] = {}
+    for name, declaration in declared_options(Experiment).items():
+        if declaration.affects_result and name not in elsewhere:
+            decided[name] = options[name]
     decided |= decisive_options(experiment.unlearning)
     decided["micro_batch_size"] = experiment.unlearning.training.micro_batch_size
     publication, pretrained = publication_in(experiment, seed=bytes(32)), experiment.public
@@ -174,10 +160,9 @@ def facts_of(experiment: Experiment, data: Dataset) -> dict[str, object]:
     def digest(rows: Sequence[object]) -> str:
         return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
-    records: dict[str, object] = {
-        name: {"count": len(each), "sha256": digest([record.content for record in each])}
-        for name, each in data.sets.items()
-    }
+    digests: dict[str, object] = {"alternates": digest(list(data.alternates))}
+    for name, records in data.sets.items():
+        digests[name] = {"count": len(records), "sha256": digest([record.content for record in records])}
     facts = {
         "mpu": __version__,
         "experiment": decided,
@@ -185,7 +170,7 @@ def facts_of(experiment: Experiment, data: Dataset) -> dict[str, object]:
         "published": published,
         "base": identity_of(open_model(experiment.base)).fingerprint,
         "pretrained": identity_of(open_model(pretrained)).fingerprint if pretrained else None,
-        "records": records | {"alternates": digest(list(data.alternates))},
+        "records": digests,
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
         "hardware": {
             "machine": platform.machine(),
@@ -418,7 +403,7 @@ class _Round:
             source = str(self.client / "copy_1")
             keys = replace(keys, base=identity_of(open_model(source)))
         started = time.monotonic()
-        options = from_flat(Aggregating, flat(self.experiment.step_options) | flat(self.experiment.stored))
+        options = Aggregating(**vars(self.experiment.step_options), **vars(self.experiment.stored))
         owner = Owner(keys, open_deltas([self.server / "deltas"], keys))
         out = self.server / "model"
         # An experiment measures what a round is worth, however little: ``trust_deltas``.

@@ -89,14 +89,12 @@ def _train(model: Model, data: Dataset, options: Unlearning, *, lr: float, epoch
         try:
             result = UnlearningTask(model, data, tried, target=Path(scratch) / "delta.safetensors").run()
         except Diverged:
-            return Trial(
-                lr, epochs, forget_rise=0.0, retain_rise=2 * max_rise, within=False,
-                seconds=time.monotonic() - started,
-            )  # fmt: skip
-    if result.before is None or result.after is None or result.before.retain is None or result.after.retain is None:
-        raise UsageError("a search runs in one process")
-    lost = result.after.retain - result.before.retain
-    gained = result.after.forget - result.before.forget
+            gained, lost = 0.0, 2 * max_rise
+        else:
+            before, after = result.before, result.after
+            if before is None or after is None or before.retain is None or after.retain is None:
+                raise UsageError("a search runs in one process")
+            gained, lost = after.forget - before.forget, after.retain - before.retain
     return Trial(
         lr, epochs, forget_rise=gained, retain_rise=lost, within=lost <= max_rise,
         seconds=time.monotonic() - started,

@@ -72,19 +72,18 @@ class AuditDelta(Command):
 
     def report(self, readings: list[LeakageReading], observer: Observer) -> Report:
         rows = []
-        for each in readings:
-            tensor = each.tensor if len(each.tensor) < 60 else each.tensor[:57] + "…"
-            numbers = [_share(value) for value in (each.auc, each.precision, each.recall)]
-            rows.append([tensor, each.rule, *numbers, each.fact or ""])
+        for reading in readings:
+            tensor = reading.tensor if len(reading.tensor) < 60 else reading.tensor[:57] + "…"
+            numbers = [_share(value) for value in (reading.auc, reading.precision, reading.recall)]
+            rows.append([tensor, reading.rule, *numbers, reading.fact or ""])
         columns = ["tensor", "rule", "forget vs keep", "precision", "recall", ""]
         observer.table("What a server reads off this delta", columns, rows)
         observer.note(
             "forget vs keep: how often a reading ranks a record to forget above one to keep (AUC; 0.5: it cannot "
             "tell); precision and recall: of the tokens that it lists"
         )
-        telling = [each for each in readings if each.tells]
-        if telling:
-            observer.warn(f"{len(telling)} of {len(readings)} readings tell something about the records")
+        if telling := sum(reading.tells for reading in readings):
+            observer.warn(f"{telling} of {len(readings)} readings tell something about the records")
             observer.note(
                 "LoRA without --train-embeddings tells fewest tokens; only `mpu surrogate` and --dp epsilon give a "
                 "bound (docs/protection.md)"
@@ -94,8 +93,8 @@ class AuditDelta(Command):
         observer.note(
             "not tested: a crafted copy, which reads more (`mpu unlearn` looks for one), and several deltas together"
         )
-        lines = [f"{each.tensor}\t{each.rule}\t{_share(each.auc)}\t{each.fact or ''}" for each in readings]
-        return Report(lines, [{**asdict(each), "tells": each.tells} for each in readings])
+        lines = [f"{r.tensor}\t{r.rule}\t{_share(r.auc)}\t{r.fact or ''}" for r in readings]
+        return Report(lines, [{**asdict(reading), "tells": reading.tells} for reading in readings])
 
 
 def _share(value: float | None) -> str:

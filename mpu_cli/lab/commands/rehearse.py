@@ -59,7 +59,7 @@ class Rehearsal:
 
     @property
     def passing(self) -> list[float]:
-        return [each.step for each in self.tried if each.passes(self.goal)]
+        return [tried.step for tried in self.tried if tried.passes(self.goal)]
 
     @property
     def step(self) -> float | None:
@@ -143,13 +143,13 @@ class Rehearse(Command):
 
     def tables(self, rehearsal: Rehearsal) -> Sequence[Table]:
         rows = [
-            [f"{each.step:g}", f"{each.left:.1%}", f"{each.kept:.1%}", "pass" if each.passes(self.goal) else ""]
-            for each in rehearsal.tried
+            [f"{tried.step:g}", f"{tried.left:.1%}", f"{tried.kept:.1%}", "pass" if tried.passes(self.goal) else ""]
+            for tried in rehearsal.tried
         ]
         return [Table("Of what BASE knew", ["step", "left of --forget", "kept of held-out --retain", ""], rows)]
 
     def report(self, rehearsal: Rehearsal, observer: Observer) -> Report:
-        document = {"step": rehearsal.step, "steps": [asdict(each) for each in rehearsal.tried]}
+        document = {"step": rehearsal.step, "steps": [asdict(tried) for tried in rehearsal.tried]}
         if rehearsal.step is None:
             observer.warn(
                 "no step passes: less noise, more --retain records or another --algo may; a client's request would "

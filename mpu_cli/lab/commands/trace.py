@@ -102,8 +102,10 @@ class Trace(Command):
             for copy in publication.copies:
                 agreements = "–" if copy.agreements is None else f"{copy.agreements} of {copy.coordinates}"
                 log_p = min(copy.log_p_coordinates, copy.noise.log_p if copy.noise else 0.0)
-                cells = _cells(result, copy.noise)[:2] if copy.noise else ["–", "–"]
-                rows.append([publication.label, _copy(copy).rstrip(","), agreements, *cells, _p(result.log10_p(log_p))])
+                z, share, _ = _cells(result, copy.noise)
+                rows.append(
+                    [publication.label, _copy(copy).rstrip(","), agreements, z, share, _p(result.log10_p(log_p))]
+                )
         columns = ["keys", "copy", "coordinates", "z of the noise", "share", "p, corrected"]
         observer.table(f"{result.suspect}, {result.tests} tests", columns, rows)
         for publication in result.publications:
@@ -153,7 +155,7 @@ def verdict_of(result: Findings) -> str:
     if parts:
         sentence = f"{result.suspect}: made from {'; and from '.join(parts)}"
     else:
-        p_values = [log_p for each in result.publications for log_p in each.log_p_values]
+        p_values = [log_p for publication in result.publications for log_p in publication.log_p_values]
         smallest = _p(result.log10_p(min(p_values, default=0.0)))
         sentence = f"{result.suspect}: no copy is named (smallest corrected p-value {smallest})"
     for publication in result.publications:
@@ -183,8 +185,8 @@ def _p(log10_p: float) -> str:
     return f"{10**log10_p:.2g}" if log10_p > -4 else f"1e{log10_p:.0f}"
 
 
-def _cells(result: Findings, noise: NoiseEvidence) -> list[str]:
-    if math.isnan(noise.z):
+def _cells(result: Findings, noise: NoiseEvidence | None) -> list[str]:
+    if noise is None or math.isnan(noise.z):
         return ["–", "–", _p(0.0)]
     share = "–" if math.isnan(noise.share) else f"{noise.share:.2f}"
     return [f"{noise.z:.1f}", share, _p(result.log10_p(noise.log_p))]

@@ -56,10 +56,10 @@ class Tune(Command):
 
         best, trials = outcome
         rows = []
-        for each in sorted(trials, key=lambda trial: trial.forget_rise):
-            rises = [f"{each.forget_rise:+.3f}", f"{each.retain_rise:+.3f}"]
-            bound = "" if each.within else "beyond"
-            rows.append([f"{each.lr:.2g}", str(each.epochs), *rises, bound, f"{each.seconds:.1f}"])
+        for trial in sorted(trials, key=lambda trial: trial.forget_rise):
+            rises = [f"{trial.forget_rise:+.3f}", f"{trial.retain_rise:+.3f}"]
+            bound = "" if trial.within else "beyond"
+            rows.append([f"{trial.lr:.2g}", str(trial.epochs), *rises, bound, f"{trial.seconds:.1f}"])
         columns = ["lr", "epochs", "forget", "retain", "bound", "seconds"]
         observer.table("Rise of the loss per answer token", columns, rows)
         if best is None:
