@@ -251,7 +251,7 @@ class LayerAlignment:
         heads, kv_heads = torch.arange(self._sizes["heads"]), torch.arange(self._sizes["kv_heads"])
         self._head_orders = {"query": heads, "mixed": heads, "key": kv_heads, "value": kv_heads}
 
-    def maps(self) -> dict[str, AxisMap | tuple[AxisMap, ...]]:
+    def maps(self) -> Maps:
         """One map for each axis: the identity for axes of heads that no symmetry changed."""
         heads: dict[str, AxisMap] = {}  # those that only moved as a whole
         if self._by_head:
@@ -483,7 +483,7 @@ def model_maps(
 
 def layer_maps(
     layout: Layout, tensors: Sequence[TensorLayout], copy: Tensors, target: Tensors, symmetries: str
-) -> dict[str, AxisMap | tuple[AxisMap, ...]]:
+) -> Maps:
     """The maps of one layer's own axes, for a ``copy`` whose model dimension is already aligned with the ``target``'s.
 
     ``symmetries`` is the set assumed to have been used: with fewer unknowns, less of the difference between copy and

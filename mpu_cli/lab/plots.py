@@ -142,6 +142,7 @@ ATTACK_LABELS = {
     "mia_gradnorm": "gradient norm", "mia_reference": "reference",
 }  # fmt: skip
 Forms = Mapping[str, Mapping]
+Curve = tuple[str, str, Sequence[Mapping[str, Any]]]  # of relearning: label, colour and points
 
 
 def check_drawable(names: Collection[str], path: Path) -> None:
@@ -216,9 +217,9 @@ def _column(forms: Forms, name: str, field: str) -> list[float]:
     return [value for value in values if isinstance(value, int | float) and math.isfinite(value)]
 
 
-def draw_relearning(axes: Axes, curves: Sequence[tuple[str, str, Sequence[Mapping[str, Any]]]]) -> None:
+def draw_relearning(axes: Axes, curves: Sequence[Curve]) -> None:
     """Plot how likely the true answers become while the other half of the forget set is learned again, with 95 %
-    intervals; ``curves`` are labels, colours and the points that a result has."""
+    intervals."""
     for label, colour, curve in curves:
         steps, values = [point["steps"] for point in curve], [point["agg_value"] for point in curve]
         axes.plot(steps, values, color=colour, marker=".", label=label)

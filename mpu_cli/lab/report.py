@@ -26,7 +26,7 @@ from mpu_cli.files.manifest import PLANNED, RESULTS
 from mpu_cli.files.resumption import read_lines
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.lab.options.experiment import Experiment
-from mpu_cli.lab.plots import PALETTE, draw_relearning, html_table, legend_below, make_figure, page, plain, svg
+from mpu_cli.lab.plots import PALETTE, Curve, draw_relearning, html_table, legend_below, make_figure, page, plain, svg
 from mpu_cli.lab.tables import SUFFIXES, write_tables
 from mpu_cli.measuring.results import distinct_best, goal, half_interval, main_metrics
 from mpu_cli.options.declare import declared_options
@@ -85,30 +85,31 @@ def pivot(
     down = [name for name in axes if name != across]
     heads = list(dict.fromkeys(line[across] for line in lines if across in line))
     compared = [head for head in heads if _clean_of(head) in heads] if across == "mode" else []
-    places = list(dict.fromkeys(tuple(line.get(name) for name in down) for line in lines))
-    # A place that omits an axis gets no row of its own if others fill it in.
-    rows = [row for row in places if not any(_covers(row, other) for other in places)]
+    combinations = list(dict.fromkeys(tuple(line.get(name) for name in down) for line in lines))
+    # A combination that omits an axis gets no row of its own if others fill it in.
+    rows = [row for row in combinations if not any(_covers(row, other) for other in combinations)]
     same_columns = [name for name in (RETAIN, BEFORE) if any(line.get(name) for line in lines)]  # as for all modes
     changed = [head for head in compared if BEFORE in same_columns and not _is_published(head)]
     distances = [f"{head}: % from clean" for head in compared]
     distances += [f"{head}: % of clean's change" for head in changed]
-    of_rows = []  # the lines of each row's cells
+    row_cells = []  # the lines of each row's cells
     for row in rows:
-        where = dict(zip(down, row, strict=True))
-        fitting = [line for line in lines if _fits(line, where)]
-        of_rows.append({head: [line for line in fitting if line.get(across) == head] for head in heads})
-    runs = {head: max(len(here[head]) for here in of_rows) for head in heads}  # of the cell that has most
+        options = dict(zip(down, row, strict=True))
+        fitting = [line for line in lines if _fits(line, options)]
+        row_cells.append({head: [line for line in fitting if line.get(across) == head] for head in heads})
+    runs = {head: max(len(cells[head]) for cells in row_cells) for head in heads}  # of the cell that has most
     tables = {}
     for metric in metrics:
         table = [[*down, *same_columns, *map(str, heads), *distances]]
-        for row, here in zip(rows, of_rows, strict=True):
-            row_lines = [line for column_lines in here.values() for line in column_lines]
-            cells = [_text(dict.fromkeys(_value(line, metric, name) for line in row_lines)) for name in same_columns]
-            cells += [_text((_value(line, metric) for line in here[head]), runs[head]) for head in heads]
-            apart = {head: _distances(here[head], here[_clean_of(head)], metric, repeats) for head in compared}
-            cells += [_percents([distance.percent for distance in apart[head]]) for head in compared]
-            cells += [_percents([distance.of_change for distance in apart[head]]) for head in changed]
-            table.append([*("–" if value is None else str(value) for value in row), *cells])
+        for row, cells in zip(rows, row_cells, strict=True):
+            row_lines = list(itertools.chain.from_iterable(cells.values()))
+            texts = ["–" if value is None else str(value) for value in row]
+            texts += [_text(dict.fromkeys(_value(line, metric, name) for line in row_lines)) for name in same_columns]
+            texts += [_text((_value(line, metric) for line in cells[head]), runs[head]) for head in heads]
+            apart = {head: _distances(cells[head], cells[_clean_of(head)], metric, repeats) for head in compared}
+            texts += [_percents([distance.percent for distance in apart[head]]) for head in compared]
+            texts += [_percents([distance.of_change for distance in apart[head]]) for head in changed]
+            table.append(texts)
         tables[metric] = table
     return tables
 
@@ -191,9 +192,9 @@ def _percent(value: float) -> str:
     return f"{value:.2g} %" if value < 99.5 else f"{value:,.0f} %"
 
 
-def _fits(line: Line, where: Mapping[str, object]) -> bool:
-    """Whether ``line`` agrees with ``where`` on every option that it has."""
-    return all(name not in line or line[name] == value for name, value in where.items())
+def _fits(line: Line, options: Line) -> bool:
+    """Whether ``line`` agrees with ``options`` on each of these that it has."""
+    return all(name not in line or line[name] == value for name, value in options.items())
 
 
 def _distances(lines: Sequence[Line], clean: Sequence[Line], metric: str, repeats: Sequence[str]) -> list[Distance]:
@@ -250,7 +251,7 @@ MODES = {"clean": ("#000000", "full"), "clean-rounds": ("#777777", "full"), "noi
          "mpu": ("#0072B2", "full")}  # fmt: skip
 
 
-def read_results(folder: Path) -> list[dict[str, Any]]:
+def read_results(folder: Path) -> list[Line]:
     """The lines of a sweep, by mode: with several jobs they stand as they were finished."""
     lines = read_lines(folder / RESULTS, "run the sweep again")
     if not lines:
@@ -264,7 +265,7 @@ def read_results(folder: Path) -> list[dict[str, Any]]:
         raise MpuError(f"{folder / RESULTS}: is not what a sweep writes", "run the sweep again") from error
 
 
-def read_sweeps(folders: Sequence[Path]) -> list[dict[str, Any]]:
+def read_sweeps(folders: Sequence[Path]) -> list[Line]:
     """The lines of all sweeps; of several, each line also has the name of its folder, as the axis ``sweep``."""
     if len(folders) == 1:
         return read_results(folders[0])
@@ -275,7 +276,7 @@ def read_sweeps(folders: Sequence[Path]) -> list[dict[str, Any]]:
     ]
 
 
-def read_others(folders: Sequence[Path]) -> list[dict[str, Any]]:
+def read_others(folders: Sequence[Path]) -> list[Line]:
     """Others' results, which the sweeps showed beside their own, each once."""
     lines = [line for folder in folders for line in read_lines(folder / LITERATURE, "run the sweep again")]
     # Without their names, which only number them in each sweep.
@@ -410,17 +411,18 @@ def _figures(
     return figures
 
 
-def _relearning(lines: Sequence[Line]) -> list[tuple[str, str, Sequence[Mapping[str, Any]]]]:
-    """Labels, colours and points: of each line of the sweep, and of the models that are the same for all."""
-    curves: list[tuple[str, str, Sequence[Mapping[str, Any]]]] = []
-    same: dict[str, Sequence[Mapping[str, Any]]] = {}
+def _relearning(lines: Sequence[Line]) -> list[Curve]:
+    """The curve of each line of the sweep, and those of the models that are the same for all."""
+    curves: list[Curve] = []
+    same: dict[str, Curve] = {}
     for line in lines:
-        line_curves = dict(line.get(RELEARNING) or {})
-        if after := line_curves.pop("after", None):
-            label = " ".join(str(value) for name, value in line.items() if name not in FIXED) or str(line["name"])
-            curves.append((label, PALETTE[len(curves) % len(PALETTE)], after))
-        same |= line_curves
-    return [*curves, *((label, "#000000" if label == BEFORE else "#777777", curve) for label, curve in same.items())]
+        for model, points in (line.get(RELEARNING) or {}).items():
+            if model == "after":
+                label = " ".join(str(value) for name, value in line.items() if name not in FIXED) or str(line["name"])
+                curves.append((label, PALETTE[len(curves) % len(PALETTE)], points))
+            else:
+                same[model] = (model, "#000000" if model == BEFORE else "#777777", points)
+    return [*curves, *same.values()]
 
 
 def _html_row(head: Sequence[str], row: Sequence[str], metric: str) -> list[str]:
@@ -474,18 +476,18 @@ def _numeric_axes(lines: Sequence[Line], repeats: Sequence[str]) -> list[str]:
 def _curves(lines: Sequence[Line], axis: str, metric: str, repeats: Sequence[str]) -> Callable[[Axes], None]:
     """A panel with a line for each combination of the other options; what ignores the axis is level."""
 
-    def group(line: Line) -> tuple[tuple[str, str], ...]:
-        return tuple((k, str(v)) for k, v in line.items() if k not in (*FIXED, *repeats, axis))
+    def options_of(line: Line) -> dict[str, str]:
+        return {name: str(value) for name, value in line.items() if name not in (*FIXED, *repeats, axis)}
 
-    groups: dict[tuple[tuple[str, str], ...], list[Line]] = {}
+    groups: dict[object, list[Line]] = {}
     for line in lines:
-        groups.setdefault(group(line), []).append(line)
+        groups.setdefault(tuple(options_of(line).items()), []).append(line)
 
     def draw(axes: Axes) -> None:
-        for i, (names, group_lines) in enumerate(groups.items()):
-            facts: Mapping[str, str] = dict(names)
-            label = " ".join(value for value in facts.values() if value != "default")
-            colour, filled = MODES.get(facts.get("mode", ""), (PALETTE[i % len(PALETTE)], "full"))
+        for i, group_lines in enumerate(groups.values()):
+            options = options_of(group_lines[0])
+            label = " ".join(value for value in options.values() if value != "default")
+            colour, filled = MODES.get(options.get("mode", ""), (PALETTE[i % len(PALETTE)], "full"))
             style: dict[str, Any] = {"color": colour, "linestyle": LINES[i % len(LINES)], "label": label}
             points = {}
             for x in sorted({line[axis] for line in group_lines if isinstance(line.get(axis), int | float)}):
@@ -554,9 +556,9 @@ NOT_OPTIONS = ("table", "model", "benchmark", "forget", "mode", "metric", "value
 MEAN_ALPHA = 1.5
 
 
-def published_results(path: Path, bases: Sequence[str] = ()) -> list[dict[str, Any]]:
+def published_results(path: Path, bases: Sequence[str] = ()) -> list[Line]:
     """Lines of results whose mode names the source; ``bases`` are those of the sweep, which a table's models may be."""
-    lines: list[dict[str, Any]] = []
+    lines: list[Line] = []
     for entry in read_recipe(path).get("published", []):
         if isinstance(entry, dict) and {"source", "file", "table"} <= entry.keys():
             lines += _from_table(path.parent / str(entry["file"]), str(entry["table"]), str(entry["source"]), bases)
@@ -570,7 +572,7 @@ def published_results(path: Path, bases: Sequence[str] = ()) -> list[dict[str, A
     return [{"name": f"published-{number}", **line} for number, line in enumerate(lines)]
 
 
-def _from_table(file: Path, table: str, source: str, bases: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _from_table(file: Path, table: str, source: str, bases: Sequence[str]) -> Iterator[Line]:
     """A line for each result in ``table``, which is several rows: one for each metric."""
     try:
         rows = [row for row in csv.DictReader(io.StringIO(read_text(file), newline="")) if row.get("table") == table]
@@ -589,7 +591,7 @@ def _from_table(file: Path, table: str, source: str, bases: Sequence[str]) -> It
         yield _line(dict(key), metrics, source, bases)
 
 
-def _line(row: Mapping[str, str], metrics: dict[str, float], source: str, bases: Sequence[str]) -> dict[str, Any]:
+def _line(row: Mapping[str, str], metrics: dict[str, float], source: str, bases: Sequence[str]) -> Line:
     model, mode = row.get("model", ""), row.get("mode", "mpu")
     matching_bases = [base for base in bases if model and model in base]
     label = source if matching_bases or not model else f"{source}, {model}"

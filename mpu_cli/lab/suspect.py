@@ -11,6 +11,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 
 import torch
 from scipy.optimize import linear_sum_assignment
@@ -418,6 +419,9 @@ def _profile(weights: Sequence[torch.Tensor], tensors: Sequence[TensorLayout]) -
     return torch.cat(parts)
 
 
+Frame = Mapping[str, tuple[str, TensorMap]]  # by the base's names: the name in the suspect, and the map to undo
+
+
 @dataclass
 class Frames:
     """The coordinates of a suspect, tensor by tensor, with respect to a ``base`` with this ``layout``."""
@@ -429,21 +433,21 @@ class Frames:
     transforms: Sequence[Transform]  # of the copies whose coordinates it may be in, likeliest first
     _outer: dict[str, AxisMap] = field(default_factory=dict)
 
-    def of_block(self, tensors: Sequence[TensorLayout]) -> dict[str, tuple[str, TensorMap]]:
-        """For each tensor of a block that the suspect has: its name there in these coordinates, and the map to undo."""
+    def of_block(self, tensors: Sequence[TensorLayout]) -> Frame:
+        """The coordinates of those tensors of a block that the suspect has."""
         present = [tensor for tensor in tensors if tensor.name in self.suspect.names and not tensor.constant]
         if not present:
             return {}
         candidates = [self._by_transform(transform, present) for transform in self.transforms]
         candidates.append({t.name: (self.suspect.names[t.name], TensorMap(None, None)) for t in present})
-        scored = [(self._nearness(present, candidate), candidate) for candidate in candidates if candidate]
+        nearness, frame = max(((self._nearness(present, f), f) for f in candidates if f), key=itemgetter(0))
         complete = len(present) == len([tensor for tensor in tensors if not tensor.constant])
-        if max(nearness for nearness, _ in scored) < ALIGNED and complete:
+        if nearness < ALIGNED and complete:
             aligned = self._by_alignment(present)
-            scored.insert(0, (self._nearness(present, aligned), aligned))  # first: it wins a tie
-        return max(scored, key=lambda nearness_and_frame: nearness_and_frame[0])[1]
+            frame = aligned if self._nearness(present, aligned) >= nearness else frame
+        return frame
 
-    def _by_transform(self, transform: Transform, tensors: Sequence[TensorLayout]) -> dict[str, tuple[str, TensorMap]]:
+    def _by_transform(self, transform: Transform, tensors: Sequence[TensorLayout]) -> Frame:
         maps = {}
         for tensor in tensors:
             moved_name = transform.name(tensor)  # an expert's matrices carry the number of its new place
@@ -451,7 +455,7 @@ class Frames:
                 maps[tensor.name] = (self.suspect.names[moved_name], transform.of(tensor))
         return maps
 
-    def _by_alignment(self, tensors: Sequence[TensorLayout]) -> dict[str, tuple[str, TensorMap]]:
+    def _by_alignment(self, tensors: Sequence[TensorLayout]) -> Frame:
         def load(block: Sequence[TensorLayout]) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
             base_weights = {t.name: self.base.tensor(t.name).float() for t in block}
             return {name: self.suspect.tensor(name, like) for name, like in base_weights.items()}, base_weights
@@ -469,13 +473,13 @@ class Frames:
             maps = {**maps, **_permutations_only(layer_maps(self.layout, tensors, undone, base_weights, UNION))}
         return {t.name: (self.suspect.names[name_in_copy(t, maps)], tensor_map(self.layout, t, maps)) for t in tensors}
 
-    def _nearness(self, tensors: Sequence[TensorLayout], maps: Mapping[str, tuple[str, TensorMap]]) -> float:
+    def _nearness(self, tensors: Sequence[TensorLayout], frame: Frame) -> float:
         """The median of the matrices' cosines with the base's, in these coordinates; of some slices of each."""
         cosines = []
         for tensor in tensors:
-            if tensor.name not in maps:
+            if tensor.name not in frame:
                 continue
-            name, mapping = maps[tensor.name]
+            name, mapping = frame[tensor.name]
             clean, other = as_matrix(self.base.tensor(tensor.name)), as_matrix(self.suspect.checkpoint.tensor(name))
             if clean.shape[1] == 1 and len(tensors) > 1:
                 continue  # norms are much alike in any order

@@ -208,7 +208,7 @@ class Sweep(Command):
             command += ["--set", setting]
         return Jobs(self.jobs, command, self._folder, launcher)
 
-    def _known_numbers(self, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    def _known_numbers(self, cells: Sequence[Cell]) -> list[Mapping[str, Any]]:
         """Others' results that FILE names. Raises UsageError, before hours of training, also for unknown --metrics."""
         from mpu_cli.lab.report import published_results
         from mpu_cli.lab.sweep import sweep_metric_names
