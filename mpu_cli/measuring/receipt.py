@@ -102,13 +102,13 @@ class Receipt(Document, forbid_unknown_fields=True):
     date: Date
     copy: CopyFacts
     before: CopyFacts | None  # of the copy that was trained on, if it was measured
-    public: Fingerprint | None  # of the model whose probabilities stand for a stranger's, if there was one
+    public: Fingerprint | None  # of the model whose probabilities are the baseline, if there was one
     sets: Annotated[tuple[MeasuredSet, ...], Meta(max_length=4)]  # of which the copy was asked
     records_at_most: Count  # the number of records to forget, up to a power of two
     left: Percent | None
     left_high: Percent | None  # the end of the interval of ``left``
     kept: Percent | None
-    stands_out: bool | None  # more than chance and the limit allow; None if a stranger's knowledge is unknown
+    stands_out: bool | None  # more than chance and the limit allow; None without a baseline
     max_left: Limit  # the limits of the verdict
     min_kept: Limit
     verdict: Text
@@ -209,7 +209,7 @@ def verdict_of(receipt: Receipt) -> Verdict:
     return Verdict(
         left=left, kept=kept, kept_trained=None, max_left=receipt.max_left / 100, min_kept=receipt.min_kept / 100,
         scores=dict.fromkeys(measured, UNKNOWN), same_reading_context=same_reading_context(receipt),
-        has_stranger="unseen" in receipt.sets or receipt.public is not None,
+        has_baseline="unseen" in receipt.sets or receipt.public is not None,
         tail=None if receipt.stands_out is None else Tail(1, int(receipt.stands_out), 0, 0, 0),
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ oracle for guessed records.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -22,7 +22,7 @@ RESAMPLES = 2000
 WIDEST = 10.0  # shares and ends of intervals are cut here, in both directions
 MAX_STEP_FACTOR = 2.0  # times the step that was taken: what another step may be, the longest that was tried
 SHORTER_STEP_FACTOR = 0.8  # times the step that was taken, after one that went too far
-# Times the share that may be left: the upper end of its interval, and how far below a stranger is too far.
+# Times the share that may be left: the upper end of its interval, and how far below the baseline is too far.
 INTERVAL_FACTOR = 2.0
 
 
@@ -35,6 +35,9 @@ class RecordScores:
     probabilities: Sequence[float]
     verbatim: Sequence[bool]
     clusters: Sequence[int] | None = None
+
+
+Scores = Mapping[str, RecordScores]  # of the sets forget, unseen, held_out and retain, as far as there are any
 
 
 @dataclass(frozen=True)
@@ -74,8 +77,8 @@ class Verdict:
     min_kept: float
     scores: dict[str, SetScore]  # of the sets, by name, for people
     same_reading_context: bool = True  # the model reads records as the one before did; else nothing is decided
-    has_stranger: bool = True  # unseen records or a public model show the guesses of a model that never saw the records
-    tail: Tail | None = None  # the number of records that stand out, None if a stranger's knowledge is unknown
+    has_baseline: bool = True  # unseen records or a public model show the guesses of a model that never saw the records
+    tail: Tail | None = None  # the number of records that stand out, None without a baseline
 
     @property
     def stands_out(self) -> bool:
@@ -86,8 +89,8 @@ class Verdict:
     def is_forgotten(self) -> bool | None:
         """Whether at most ``max_left`` is left, with an interval that ends below twice that, and too few records to
         count stand out; None if nothing says, or if more is left and may be what a model guesses that never saw the
-        records (not ``has_stranger``)."""
-        if self.left is None or (not self.has_stranger and self.left.estimate > self.max_left):
+        records (not ``has_baseline``)."""
+        if self.left is None or (not self.has_baseline and self.left.estimate > self.max_left):
             return None
         little_left = self.left.estimate <= self.max_left and self.left.high <= INTERVAL_FACTOR * self.max_left
         return little_left and not self.stands_out
@@ -101,7 +104,7 @@ class Verdict:
 
     @property
     def is_too_far(self) -> bool:
-        """Whether the records are known less than a stranger's, which shows what was forgotten."""
+        """Whether the records are known less than the baseline, which shows what was forgotten."""
         return self.left is not None and self.left.high < -INTERVAL_FACTOR * self.max_left
 
     @property
@@ -205,63 +208,57 @@ class Verdict:
 
 
 def judge(
-    after: dict[str, RecordScores],
-    before: dict[str, RecordScores],
+    after: Scores,
+    before: Scores,
     *,
-    public: dict[str, RecordScores] | None = None,
+    public: Scores | None = None,
     max_left: float,
     min_kept: float,
     same_reading_context: bool = True,
 ) -> Verdict:
-    """The verdict on a model from scores ``after`` and ``before`` of the sets forget, unseen, held_out and retain,
-    and of forget and unseen under a model that never saw them, ``public``."""
-    scores = {name: _set_score(each) for name, each in after.items()}
-    scores |= {f"{name} before": _set_score(each) for name, each in before.items()}
-    left = _left(after, before, public) if "forget" in before else None
+    """The verdict on a model from scores ``after`` and ``before``, and from those of forget and unseen under a model
+    that never saw them, ``public``."""
+    scores = {name: _set_score(of_set) for name, of_set in after.items()}
+    scores |= {f"{name} before": _set_score(of_set) for name, of_set in before.items()}
     kept, trained = (_kept(after, before, name) for name in ("held_out", "retain"))
     if kept is None:  # without held-out records, those that were trained on decide
         kept, trained = trained, None
     return Verdict(
-        left=left, kept=kept, kept_trained=trained, max_left=max_left, min_kept=min_kept, scores=scores,
-        same_reading_context=same_reading_context,
-        has_stranger="unseen" in after or public is not None, tail=_tail(after, before, public, max_left),
+        left=_left(after, before, public), kept=kept, kept_trained=trained, max_left=max_left, min_kept=min_kept,
+        scores=scores, same_reading_context=same_reading_context,
+        has_baseline="unseen" in after or public is not None, tail=_tail(after, before, public, max_left),
     )  # fmt: skip
 
 
-def records_that_stand_out(
-    after: dict[str, RecordScores], before: dict[str, RecordScores], public: dict[str, RecordScores] | None,
-    max_left: float,
-) -> list[int]:  # fmt: skip
-    """The numbers of the records to forget that stand out from a stranger's knowledge; none if that is unknown. For the
-    client alone."""
-    earlier = _probabilities(before) if "forget" in before else None
-    return records_above(_probabilities(after), earlier, _probabilities(public) if public else None, max_left) or []
+def records_that_stand_out(after: Scores, before: Scores, public: Scores | None, max_left: float) -> list[int]:
+    """The numbers of the records to forget that stand out from the baseline; none without one. For the client alone."""
+    return records_above(_probabilities(after), _known(before), _known(public), max_left) or []
 
 
-def _tail(
-    after: dict[str, RecordScores], before: dict[str, RecordScores], public: dict[str, RecordScores] | None,
-    max_left: float,
-) -> Tail | None:  # fmt: skip
-    strangers = after.get("unseen") or (public["forget"] if public else None)
-    if strangers is None:
+def _tail(after: Scores, before: Scores, public: Scores | None, max_left: float) -> Tail | None:
+    baseline = after.get("unseen") or (public["forget"] if public else None)
+    if baseline is None:
         return None
-    earlier = _probabilities(before) if "forget" in before else None
     return tail_of(
-        _probabilities(after), earlier, _probabilities(public) if public else None, max_left,
-        verbatim=sum(after["forget"].verbatim), verbatim_unseen=sum(strangers.verbatim),
+        _probabilities(after), _known(before), _known(public), max_left,
+        verbatim=sum(after["forget"].verbatim), verbatim_unseen=sum(baseline.verbatim),
     )  # fmt: skip
 
 
-def _probabilities(scores: dict[str, RecordScores]) -> Probabilities:
+def _probabilities(scores: Scores) -> Probabilities:
     unseen = scores.get("unseen")
     return Probabilities.of(scores["forget"].probabilities, unseen.probabilities if unseen else None)
 
 
-def _left(
-    after: dict[str, RecordScores], before: dict[str, RecordScores], public: dict[str, RecordScores] | None
-) -> Share | None:
-    now, then = _probabilities(after), _probabilities(before)
-    baseline = _probabilities(public) if public else None
+def _known(scores: Scores | None) -> Probabilities | None:
+    """The probabilities under a model that may not have been measured; None then."""
+    return _probabilities(scores) if scores and "forget" in scores else None
+
+
+def _left(after: Scores, before: Scores, public: Scores | None) -> Share | None:
+    now, then, baseline = _probabilities(after), _known(before), _known(public)
+    if then is None:
+        return None
 
     def left(forget: np.ndarray, unseen: np.ndarray) -> float:
         drawn_baseline = baseline.drawn(forget, unseen) if baseline else None
@@ -270,7 +267,7 @@ def _left(
     return _interval(left, [after["forget"], after.get("unseen")], _rounded_up)
 
 
-def _kept(after: dict[str, RecordScores], before: dict[str, RecordScores], name: str) -> Share | None:
+def _kept(after: Scores, before: Scores, name: str) -> Share | None:
     if name not in after or name not in before:
         return None
     now, then = np.asarray(after[name].probabilities), np.asarray(before[name].probabilities)

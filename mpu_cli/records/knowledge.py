@@ -1,9 +1,9 @@
 """A model's knowledge of records to forget and to keep, as shares of what it knew: from probabilities of answers.
 
-A record's probability is the geometric mean over its answer tokens. A model that never saw a record, a *stranger*,
-gives its answer some probability all the same: that of unseen records under the same model or, record by record, that
-of a public model. What exceeds this baseline counts as known, and no record makes up for another: one that is known
-less than a stranger's counts 0, and one that is known better than before unlearning counts as before.
+A record's probability is the geometric mean over its answer tokens. A model that never saw a record gives its answer
+some probability all the same, the *baseline*: that of unseen records under the same model or, record by record, that of
+a public model. Only the excess over the baseline counts as known, and no record makes up for another: one below the
+baseline counts 0, and one that is known better than before unlearning counts as before.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 LEAST_KNOWN = 0.02  # in probability; a share of less cannot be distinguished from the noise of a copy
-TAIL = 0.95  # quantile of strangers above which a record stands out
-CHANCE = 0.95  # of sets that nobody saw, so many have no more records that stand out than Tail allows
+TAIL = 0.95  # quantile of the baseline above which a record stands out
+CHANCE = 0.95  # share of unseen sets in which no more records stand out than Tail allows
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Probabilities:
 
 @dataclass(frozen=True)
 class Tail:
-    """The counts of ``records`` to forget that stand out, by a probability above the strangers' TAIL quantile, and that
+    """The counts of ``records`` to forget that stand out, by a probability above the baseline's TAIL quantile, and that
     are given word for word; and how many of both are ``allowed``: by chance, or by the limit of what may be left."""
 
     records: int
@@ -55,10 +55,10 @@ class Tail:
 def share_left(after: Probabilities, before: Probabilities, public: Probabilities | None = None) -> float:
     """The share of what was known of records to forget that is left.
 
-    The mean of what exceeds the baseline, less what exceeds it among strangers by their scatter, as a share of what
-    exceeded it ``before`` in the mean. Records that stand out and all others are two sums, of which neither makes up
-    for the other. Where nothing exceeds the baseline, how far the mean is below it, a negative share. Infinite if next
-    to nothing was known before (LEAST_KNOWN).
+    The mean excess over the baseline, less that of the baseline itself by its scatter, as a share of that ``before``.
+    Records that stand out and all others are two sums, of which neither makes up for the other. Where nothing exceeds
+    the baseline, how far the mean is below it, a negative share. Infinite if next to nothing was known before
+    (LEAST_KNOWN).
     """
     known = _signed(before, public)
     if known < LEAST_KNOWN:
@@ -68,11 +68,9 @@ def share_left(after: Probabilities, before: Probabilities, public: Probabilitie
         exceeding = float(np.maximum(excess, 0).mean())
     else:
         limit = _quantile(scatter)
-        among_strangers = np.maximum(scatter, 0)
-        exceeding_each = np.maximum(excess, 0)
         exceeding = 0.0
-        for of_records, of_strangers in ((excess > limit, scatter > limit), (excess <= limit, scatter <= limit)):
-            part = (exceeding_each * of_records).mean() - (among_strangers * of_strangers).mean()
+        for records, unseen in ((excess > limit, scatter > limit), (excess <= limit, scatter <= limit)):
+            part = (np.maximum(excess, 0) * records).mean() - (np.maximum(scatter, 0) * unseen).mean()
             exceeding += max(0.0, float(part))
     return (exceeding or min(0.0, _signed(after, public))) / known
 
@@ -99,20 +97,20 @@ def tail_of(
     verbatim: int = 0,
     verbatim_unseen: int = 0,
 ) -> Tail | None:
-    """The records that stand out, and the ``verbatim`` ones; None without strangers.
+    """The records that stand out, and the ``verbatim`` ones; None without a baseline.
 
-    ``verbatim_unseen``: how many strangers are given word for word. The numbers allowed are quantiles of the
-    beta-binomial distribution, which also has the chance in the strangers that happened to be drawn.
+    ``verbatim_unseen``: how many records of the baseline are given word for word. The numbers allowed are quantiles of
+    the beta-binomial distribution, which also has the chance in the unseen records that happened to be drawn.
     """
     from scipy.stats import betabinom
 
     standing_out = records_above(after, before, public, max_left)
     if standing_out is None:
         return None
-    strangers = _strangers(after, public)
-    assert strangers is not None
-    records, drawn = len(after.forget), len(strangers)
-    rank = int((strangers > _quantile(strangers)).sum()) + 1  # of the quantile, from above
+    scatter = _scatter(after, public)
+    assert scatter is not None
+    records, drawn = len(after.forget), len(scatter)
+    rank = int((scatter > _quantile(scatter)).sum()) + 1  # of the quantile, from above
     by_limit = math.floor(max_left * records + 1e-9)
     by_chance = betabinom.ppf(CHANCE, records, rank, drawn + 1 - rank)
     by_chance_verbatim = betabinom.ppf(CHANCE, records, verbatim_unseen + 1, drawn - verbatim_unseen + 1)
@@ -124,14 +122,14 @@ def tail_of(
 def records_above(
     after: Probabilities, before: Probabilities | None, public: Probabilities | None, max_left: float
 ) -> list[int] | None:
-    """The numbers of the records to forget that stand out; None without strangers. Where strangers know next to
+    """The numbers of the records to forget that stand out; None without a baseline. Where the baseline is next to
     nothing, more than ``max_left`` of what was known has to be left of a record."""
-    strangers = _strangers(after, public)
-    if strangers is None:
+    scatter = _scatter(after, public)
+    if scatter is None:
         return None
     excess, _ = _excess(after, public)
     known = max(0.0, _signed(before, public)) if before else 0.0
-    return np.flatnonzero(excess > max(max_left * known, _quantile(strangers))).tolist()
+    return np.flatnonzero(excess > max(max_left * known, _quantile(scatter))).tolist()
 
 
 def share_kept(after: Sequence[float] | np.ndarray, before: Sequence[float] | np.ndarray) -> float:
@@ -158,8 +156,8 @@ def _excess(model: Probabilities, public: Probabilities | None) -> tuple[np.ndar
     return model.forget - scale * public.forget, model.unseen - scale * public.unseen
 
 
-def _strangers(model: Probabilities, public: Probabilities | None) -> np.ndarray | None:
-    """How far strangers scatter around the baseline: unseen records or, without any, the same ones under the public
+def _scatter(model: Probabilities, public: Probabilities | None) -> np.ndarray | None:
+    """The scatter of unseen records around the baseline or, without any, that of the same records under the public
     model, around their mean."""
     _, scatter = _excess(model, public)
     if scatter is None and public is not None:
@@ -172,5 +170,5 @@ def _signed(model: Probabilities, public: Probabilities | None) -> float:
     return float(_excess(model, public)[0].mean())
 
 
-def _quantile(strangers: np.ndarray) -> float:
-    return float(np.quantile(strangers, TAIL, method="higher"))
+def _quantile(scatter: np.ndarray) -> float:
+    return float(np.quantile(scatter, TAIL, method="higher"))
