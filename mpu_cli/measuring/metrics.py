@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from numbers import Real
-from typing import Any, ParamSpec
+from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
 from transformers import PreTrainedModel
@@ -26,6 +26,9 @@ from mpu_cli.measuring.scoring import ADVICE, logits_of, passes_at_once, weights
 from mpu_cli.measuring.words import AnyScript
 from mpu_cli.model.device import memory_in_mind
 from mpu_cli.plugins import load_plugin, reporting_errors
+
+if TYPE_CHECKING:
+    from rouge_score.rouge_scorer import RougeScorer
 
 # The direction of improvement; RETAIN is near the value of a model that never saw the forget set, for attacks.
 UP, DOWN, ZERO, RETAIN = "up", "down", "zero", "retain"
@@ -69,14 +72,16 @@ def imported_metric(name: str, built_in: Collection[str], splits: Iterable[str])
     a function that computes the value from the ``SPLIT.answer`` findings of all ``splits``; more should be better."""
     label = f"--metrics {name}"
     imported = load_plugin("metric", name, "--metrics", built_in)
+    is_metric = isinstance(imported, Metric)
     if isinstance(imported, Metric):
-        metric, compute = imported, reporting_errors(label, imported.make, "findings, metrics")
+        metric = imported
     elif callable(imported):
-        function: Callable[..., Any] = reporting_errors(label, imported, "findings")
-        compute = lambda findings, _: function(findings)  # noqa: E731
-        metric = Metric(tuple(f"{split}.answer" for split in splits), compute)
+        metric = Metric(tuple(f"{split}.answer" for split in splits), imported)
     else:
         raise UsageError(f"{label}: neither a Metric nor a function that returns a number")
+    compute: Callable[..., object] = reporting_errors(
+        label, metric.make, "findings, metrics" if is_metric else "findings"
+    )
 
     class NeededFindings(dict[str, Any]):
         def __missing__(self, key: str) -> object:
@@ -86,7 +91,8 @@ def imported_metric(name: str, built_in: Collection[str], splits: Iterable[str])
             )
 
     def make(findings: Findings, forms: Mapping[str, MetricResult]) -> MetricResult:
-        result: object = compute(NeededFindings({key: findings[key] for key in metric.needs}), forms)
+        needed = NeededFindings({key: findings[key] for key in metric.needs})
+        result = compute(needed, forms) if is_metric else compute(needed)
         form = dict(result) if isinstance(result, Mapping) else {"agg_value": result}
         value = form.get("agg_value")
         if isinstance(value, bool) or not isinstance(value, Real) or not math.isfinite(value):
@@ -104,15 +110,14 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-@with_definition
-def probability(split: str) -> Metric:
-    """exp(−ℓ), ℓ the mean loss over the tokens of the true answer; the mean over records (Maini et al. 2024, arXiv
-    2401.06121)."""
+def _mean_form(rows: Sequence[Mapping[str, Any]], field: str) -> MetricResult:
+    """The ``rows`` of all records, and the mean of ``field`` over them."""
+    return by_index(rows, mean([row[field] for row in rows]))
 
-    def make(findings: Findings, _: object) -> MetricResult:
-        return _probabilities([answer["loss"] for answer in findings[f"{split}.answer"]])
 
-    return Metric((f"{split}.answer",), make, _of_knowledge(split))
+def _of_records(key: str, row_of: Callable[[Any], Mapping[str, Any]], field: str, goal: str) -> Metric:
+    """The mean of ``field`` over the rows that ``row_of`` makes of the findings of each record."""
+    return Metric((key,), lambda findings, _: _mean_form([row_of(finding) for finding in findings[key]], field), goal)
 
 
 def _of_knowledge(split: str) -> str:
@@ -120,20 +125,26 @@ def _of_knowledge(split: str) -> str:
     return DOWN if split.startswith("forget") or split == "verbmem" else UP
 
 
-def _probabilities(losses: Sequence[float]) -> MetricResult:
-    rows = [{"prob": math.exp(-loss), "avg_loss": loss} for loss in losses]
-    return by_index(rows, mean([row["prob"] for row in rows]))
+def _probability(loss: float) -> dict[str, float]:
+    return {"prob": math.exp(-loss), "avg_loss": loss}
+
+
+@with_definition
+def probability(split: str) -> Metric:
+    """exp(−ℓ), ℓ the mean loss over the tokens of the true answer; the mean over records (Maini et al. 2024, arXiv
+    2401.06121)."""
+    return _of_records(
+        f"{split}.answer", lambda answer: _probability(answer["loss"]), "prob", goal=_of_knowledge(split)
+    )
 
 
 @with_definition
 def content_probability(split: str) -> Metric:
     """exp(−ℓ), ℓ the mean loss over the tokens of the true answer without its end, which a model that knows nothing
     of it may predict; the mean over records."""
-
-    def make(findings: Findings, _: object) -> MetricResult:
-        return _probabilities([answer["content_loss"] for answer in findings[f"{split}.answer"]])
-
-    return Metric((f"{split}.answer",), make, _of_knowledge(split))
+    return _of_records(
+        f"{split}.answer", lambda answer: _probability(answer["content_loss"]), "prob", goal=_of_knowledge(split)
+    )
 
 
 ASKS_NOTHING = "some of the records are texts, which ask nothing"
@@ -152,8 +163,7 @@ def no_value(reason: str) -> MetricResult:
 @with_definition
 def paraphrased_probability(split: str) -> Metric:
     """exp(−ℓ), ℓ the mean loss over the tokens of the paraphrased answer; the mean over records."""
-    key = f"{split}.paraphrased"
-    return Metric((key,), lambda findings, _: _probabilities(findings[key]), _of_knowledge(split))
+    return _of_records(f"{split}.paraphrased", _probability, "prob", goal=_of_knowledge(split))
 
 
 @with_definition
@@ -179,7 +189,7 @@ def normalised_probability(right: str, wrong: str) -> Metric:
         for index, row in forms[right]["value_by_index"].items():
             p = row["prob"]
             rows.append({"prob": p / (p + math.fsum(wrongs[index]["prob"]) + EPSILON)})
-        return by_index(rows, mean([row["prob"] for row in rows]))
+        return _mean_form(rows, "prob")
 
     return Metric((), make, dependencies=(right, wrong))
 
@@ -203,30 +213,28 @@ def truth_ratio(right: str, wrong: str, *, forget: bool) -> Metric:
     return Metric((), make, dependencies=(right, wrong))
 
 
+@cache
+def _rouge_scorer(*, any_script: bool) -> RougeScorer:
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return RougeScorer(["rouge1", "rougeL"], use_stemmer=True, tokenizer=AnyScript() if any_script else None)
+
+
 @with_definition
 def rouge(split: str, score: str) -> Metric:
     """ROUGE-L of the model's own greedy answer against the true one, with stemming: recall for questions, F1 for MUSE;
     the mean over records."""
-    key = f"{split}.text"
 
-    def make(findings: Findings, _: object) -> MetricResult:
-        from rouge_score.rouge_scorer import RougeScorer
+    def row(answer: Mapping[str, str]) -> dict[str, object]:
+        scores = _rouge_scorer(any_script=False).score(answer["ground_truth"], answer["generation"])
+        return {
+            "rouge1_recall": scores["rouge1"].recall,
+            "rougeL_f1": scores["rougeL"].fmeasure,
+            "rougeL_recall": scores["rougeL"].recall,
+            **answer,
+        }
 
-        scorer = RougeScorer(["rouge1", "rougeL"], use_stemmer=True)
-        rows = []
-        for answer in findings[key]:
-            scores = scorer.score(answer["ground_truth"], answer["generation"])
-            rows.append(
-                {
-                    "rouge1_recall": scores["rouge1"].recall,
-                    "rougeL_f1": scores["rougeL"].fmeasure,
-                    "rougeL_recall": scores["rougeL"].recall,
-                    **answer,
-                }
-            )
-        return by_index(rows, mean([row[score] for row in rows]))
-
-    return Metric((key,), make, _of_knowledge(split))
+    return _of_records(f"{split}.text", row, score, goal=_of_knowledge(split))
 
 
 @with_definition
@@ -234,19 +242,12 @@ def rouge_of_any_script(split: str) -> Metric:
     """ROUGE-L recall of the model's own greedy answer in answers of any script: words of letters, and single signs of
     scripts without spaces and of emoji, where OpenUnlearning's number knows letters of English and digits only. Without
     stemming; the mean over records."""
-    key = f"{split}.text"
 
-    def make(findings: Findings, _: object) -> MetricResult:
-        from rouge_score.rouge_scorer import RougeScorer
+    def row(answer: Mapping[str, str]) -> dict[str, float]:
+        score = _rouge_scorer(any_script=True).score(answer["ground_truth"], answer["generation"])["rougeL"]
+        return {"rougeL_recall": score.recall, "rougeL_f1": score.fmeasure}
 
-        scorer = RougeScorer(["rougeL"], tokenizer=AnyScript())
-        rows = []
-        for answer in findings[key]:
-            score = scorer.score(answer["ground_truth"], answer["generation"])["rougeL"]
-            rows.append({"rougeL_recall": score.recall, "rougeL_f1": score.fmeasure})
-        return by_index(rows, mean([row["rougeL_recall"] for row in rows]))
-
-    return Metric((key,), make, _of_knowledge(split))
+    return _of_records(f"{split}.text", row, "rougeL_recall", goal=_of_knowledge(split))
 
 
 @with_definition
@@ -254,24 +255,14 @@ def extraction_strength(split: str) -> Metric:
     """1 − k/L of an answer of L tokens, k the shortest prefix after which the model's likeliest token is right at every
     place (Carlini et al. 2021), the end of its turn aside; on TOFU and MUSE k is L − 1 at most, as OpenUnlearning has
     it; the mean over records."""
-    return _memorization(split, "extraction_strength")
+    return _of_records(f"{split}.answer", lambda answer: {"score": answer["extraction_strength"]}, "score", goal=DOWN)
 
 
 @with_definition
 def exact_memorization(split: str) -> Metric:
     """the share of an answer's tokens, the end of its turn aside, that are the model's likeliest (Tirumala et al.
     2022); the mean over records."""
-    return _memorization(split, "exact_memorization")
-
-
-def _memorization(split: str, name: str) -> Metric:
-    key = f"{split}.answer"
-
-    def make(findings: Findings, _: object) -> MetricResult:
-        rows = [{"score": answer[name]} for answer in findings[key]]
-        return by_index(rows, mean([row["score"] for row in rows]))
-
-    return Metric((key,), make, DOWN)
+    return _of_records(f"{split}.answer", lambda answer: {"score": answer["exact_memorization"]}, "score", goal=DOWN)
 
 
 def membership() -> dict[str, Metric]:
@@ -283,7 +274,17 @@ def membership() -> dict[str, Metric]:
 
     def auc(by: str, needs: tuple[str, ...], scores: Callable[[Findings, str], list[float]]) -> Metric:
         def make(findings: Findings, _: object) -> MetricResult:
-            return _auc_form(scores(findings, "forget"), scores(findings, "holdout"))
+            from sklearn.metrics import roc_auc_score
+
+            forget, holdout = (scores(findings, side) for side in SIDES)
+            # All scores are lower for members, such as losses, so that the unseen records are the positive class.
+            labels = [0] * len(forget) + [1] * len(holdout)
+            value = float(roc_auc_score(labels, [*forget, *holdout]))
+            sides = {
+                side: _mean_form([{"score": score} for score in scores_of_side], "score")
+                for side, scores_of_side in zip(SIDES, (forget, holdout), strict=True)
+            }
+            return {**sides, "auc": value, "agg_value": value}
 
         return Metric(needs, make, RETAIN, says=f"AUC between forgotten and unseen records by {by}")
 
@@ -324,19 +325,6 @@ def membership() -> dict[str, Metric]:
             beyond_reference,
         ),
     }
-
-
-def _auc_form(forget: Sequence[float], holdout: Sequence[float]) -> MetricResult:
-    from sklearn.metrics import roc_auc_score
-
-    # All scores are lower for members, such as losses, so that the unseen records are the positive class.
-    labels = [0] * len(forget) + [1] * len(holdout)
-    auc = float(roc_auc_score(labels, [*forget, *holdout]))
-    sides = {
-        side: by_index([{"score": score} for score in scores], mean(scores))
-        for side, scores in zip(SIDES, (forget, holdout), strict=True)
-    }
-    return {**sides, "auc": auc, "agg_value": auc}
 
 
 @with_definition
@@ -487,12 +475,11 @@ def interval(values: Sequence[float]) -> list[float] | None:
 
 
 def _form_with_interval(rows: Sequence[Mapping[str, Any]], field: str) -> MetricResult:
-    values = [row[field] for row in rows]
-    return {**by_index(rows, mean(values)), "interval": interval(values)}
+    return {**_mean_form(rows, field), "interval": interval([row[field] for row in rows])}
 
 
 def _recovered_probabilities(losses: Sequence[float]) -> MetricResult:
-    return _form_with_interval([{"prob": math.exp(-loss), "avg_loss": loss} for loss in losses], "prob")
+    return _form_with_interval([_probability(loss) for loss in losses], "prob")
 
 
 def recovery_metrics(attack: str, *, retain: bool, any_script: bool) -> dict[str, Metric]:
@@ -519,10 +506,8 @@ def recovery_metrics(attack: str, *, retain: bool, any_script: bool) -> dict[str
         probabilities = [[math.exp(-loss) for loss in losses] for losses in record_losses]
         return _form_with_interval([{"prob": max(probs), "probs": probs} for probs in probabilities], "prob")
 
-    def sampling_form(sampled_answers: Sequence[Mapping[str, Any]], tokenizer: AnyScript | None = None) -> MetricResult:
-        from rouge_score.rouge_scorer import RougeScorer
-
-        scorer = RougeScorer(["rougeL"], use_stemmer=True, tokenizer=tokenizer)
+    def sampling_form(sampled_answers: Sequence[Mapping[str, Any]], any_script: bool = False) -> MetricResult:
+        scorer = _rouge_scorer(any_script=any_script)
         rows = []
         for answers in sampled_answers:
             truth = answers["ground_truth"]
@@ -540,7 +525,7 @@ def recovery_metrics(attack: str, *, retain: bool, any_script: bool) -> dict[str
     if attack == "sample":
         sampled = {"forget_Q_A_ROUGE_sampled": metric_of(sampling_form)}
         if any_script:
-            sampled["forget_Q_A_ROUGE_sampled_any_script"] = metric_of(partial(sampling_form, tokenizer=AnyScript()))
+            sampled["forget_Q_A_ROUGE_sampled_any_script"] = metric_of(partial(sampling_form, any_script=True))
         return sampled
     in_context = {"forget_Q_A_Prob_in_context": of_losses("forget")}
     if retain:
