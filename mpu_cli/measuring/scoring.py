@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cached_property, partial
 from itertools import chain
 
 import torch
@@ -229,6 +228,37 @@ class TokenScores:
         return float(self.losses.mean())
 
 
+Key = tuple[tuple[int, ...], int]  # equal for items that are the same for a model
+_Scored = tuple[Sequence[Item], list[TokenScores]]
+
+
+def _key(item: Item) -> Key:
+    return item.ids, item.start
+
+
+def _unique(items: Sequence[Item]) -> list[Item]:
+    """The first of the ``items`` that are the same for a model."""
+    return list({_key(item): item for item in reversed(items)}.values())
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The items of which more than losses is computed, and whether that includes mean and variance."""
+
+    fully: frozenset[Key] = frozenset()
+    moments: bool = False
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """A pass of the model. ``rows``: for each item, the rows of ``states`` that its labels are predicted from. States
+    are logits, or what the model's output head makes logits from: (rows, vocabulary or width)."""
+
+    items: Sequence[Item]
+    states: torch.Tensor
+    rows: Sequence[Sequence[int]]
+
+
 class Scorer:
     """Scores items with one model.
 
@@ -238,6 +268,7 @@ class Scorer:
 
     def __init__(self, model: PreTrainedModel, *, follows_suite: bool = False):
         self._model = model.eval()
+        self._head = separate_head(self._model)
         self._follows_suite = follows_suite
         self._tried = 0  # tokens of the longest item that packing was tested on
         self._packs = True
@@ -248,7 +279,7 @@ class Scorer:
         longest = max((len(item.ids) for item in unique), default=0)
         if self._packs and longest > self._tried and len(unique) > 1:
             with memory_in_mind(ADVICE):
-                self._packs, self._tried = _can_pack(self._model, self._head, unique), longest
+                self._packs, self._tried = self._can_pack(unique), longest
 
     @torch.inference_mode()
     def score(
@@ -265,15 +296,15 @@ class Scorer:
         They are computed ``batch_size`` items at a time, in float32 or wider; duplicates are read once. Of ``items``,
         mean and variance are included with ``moments``.
         """
-        scores_of: dict[_Key, TokenScores] = {}
+        scores_of: dict[Key, TokenScores] = {}
         all_items = [*items, *loss_items]
         unique = _unique(all_items)
-        request = _Wanted(frozenset(map(_key, items)), moments, self._follows_suite)
+        request = _Request(frozenset(map(_key, items)), moments)
         self.prepare(unique)
         suit_heap_to(weights_of(self._model))
-        scores_in_passes = _packed_scores if self._packs and len(unique) > 1 else _padded_scores
+        scores_in_passes = self._packed_scores if self._packs and len(unique) > 1 else self._padded_scores
         with memory_in_mind(ADVICE):
-            for read, batch_scores in scores_in_passes(self._model, self._head, unique, batch_size, request):
+            for read, batch_scores in scores_in_passes(unique, batch_size, request):
                 for item, scores in zip(read, batch_scores, strict=True):
                     parts = (scores.losses, scores.log_probs, scores.mean, scores.variance)
                     if not all(bool(torch.isfinite(part).all()) for part in parts if part is not None):
@@ -282,70 +313,33 @@ class Scorer:
                 advance(len(read))
         return [scores_of[_key(item)] for item in all_items]
 
-    @cached_property
-    def _head(self) -> Head | None:
-        return separate_head(self._model)
-
-
-_Key = tuple[tuple[int, ...], int]  # equal for items that are the same for a model
-_Scored = tuple[Sequence[Item], list[TokenScores]]
-
-
-def _key(item: Item) -> _Key:
-    return item.ids, item.start
-
-
-def _unique(items: Sequence[Item]) -> list[Item]:
-    """The first of the ``items`` that are the same for a model."""
-    return list({_key(item): item for item in reversed(items)}.values())
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    """The items of which more than losses is computed, whether that includes mean and variance, and whether losses are
-    computed as OpenUnlearning does."""
-
-    fully: frozenset[_Key]
-    moments: bool = False
-    follows_suite: bool = False
-
-
-@dataclass(frozen=True)
-class _Pass:
-    """``rows``: for each item, those rows of ``states`` that its labels are predicted from. States are logits, or what
-    the model's output head makes logits from: (rows, vocabulary or width)."""
-
-    items: Sequence[Item]
-    states: torch.Tensor
-    rows: Sequence[Sequence[int]]
-
-    def scores(self, head: Head | None, request: _Wanted) -> list[TokenScores]:
-        """Scores of each item, computed a chunk of labels at a time, each label after a row once."""
-        device = self.states.device
-        vocabulary = self.states.shape[1] if head is None else vocabulary_of(head)
-        sizes = [len(item.labels) for item in self.items]
-        fully = [_key(item) in request.fully for item in self.items]
-        all_rows = [row for item_rows in self.rows for row in item_rows]
-        all_labels = [label for item in self.items for label in item.labels]
+    def _scores(self, forward_pass: _Pass, request: _Request) -> list[TokenScores]:
+        """Scores of each item of a pass, computed a chunk of labels at a time, each label after a row once."""
+        items, states, head = forward_pass.items, forward_pass.states, self._head
+        vocabulary = states.shape[1] if head is None else vocabulary_of(head)
+        sizes = [len(item.labels) for item in items]
+        fully = [_key(item) in request.fully for item in items]
+        all_rows = [row for item_rows in forward_pass.rows for row in item_rows]
+        all_labels = [label for item in items for label in item.labels]
         row_labels = torch.tensor([all_rows, all_labels]).T
         pairs, places = torch.unique(row_labels, dim=0, return_inverse=True)  # (pairs, 2): rows and labels
         needed = torch.zeros(len(pairs), dtype=torch.bool)
         needed[places[torch.tensor(fully).repeat_interleave(torch.tensor(sizes))]] = True
         order = needed.logical_not().int().argsort(stable=True)  # those of which more than losses is needed come first
-        rows, targets = pairs[order].to(device).unbind(1)
+        rows, targets = pairs[order].to(states.device).unbind(1)
         places, count = order.argsort()[places], int(needed.sum())
         step = max(1, chunk_of(vocabulary) // CHUNK_SHARE)
-        if device.type == "cpu":
+        if states.device.type == "cpu":
             step = min(step, max(MIN_TOKENS, CACHED // vocabulary))
         losses, details = [], []
         for chunk in (*_chunks(0, count, step), *_chunks(count, len(pairs), step)):
-            logits, target = _columns(head, self.states[rows[chunk]]), targets[chunk]
+            logits, target = _columns(head, states[rows[chunk]]), targets[chunk]
             # The suite's losses come from the strided vocabulary axis; everything else from the contiguous one.
-            if request.follows_suite:
+            if self._follows_suite:
                 losses.append(cross_entropy(logits[None], target[None], reduction="none")[0])
-            if chunk.start < count or not request.follows_suite:
+            if chunk.start < count or not self._follows_suite:
                 logits = logits.T.contiguous()
-            if not request.follows_suite:
+            if not self._follows_suite:
                 losses.append(cross_entropy(logits, target, reduction="none"))
             if chunk.start < count:
                 details.append(_details(logits, target, request.moments))
@@ -356,6 +350,75 @@ class _Pass:
             item_details = [column[indices] for column in detail_columns] if full else []
             scores.append(TokenScores(loss[indices], *item_details))
         return scores
+
+    def _packed_scores(self, items: Sequence[Item], size: int, request: _Request) -> Iterator[_Scored]:
+        """Scores from passes that read common beginnings of items once.
+
+        Those of a small model are read several at once on a CPU, and have together ``size`` times the longest item:
+        with all cores in one kernel, the cores wait for each other, and for what only one of them does.
+        """
+        workers = max(1, min(passes_at_once(self._model), size // FEWEST_ITEMS))
+        rows = CPU_ROWS if self._model.device.type == "cpu" else size
+
+        @torch.inference_mode()  # which holds for one thread
+        def read(pack: Pack) -> _Scored:
+            return pack.items, self._scores(self._read_pack(pack, rows), request)
+
+        with attending_along_paths(self._model), worker_pool(workers) as pool:
+            yield from pool.map(read, packs(items, size // workers))
+
+    def _read_pack(self, pack: Pack, rows: int) -> _Pass:
+        model, head = self._model, self._head
+        ids, depths = (torch.tensor([row], device=model.device) for row in (pack.ids, pack.depths))
+        # The places of the tokens that each item's labels are predicted from.
+        predictors = [path[item.start - 1 :] for item, path in zip(pack.items, pack.paths, strict=True)]
+        places = {token_index: number for number, token_index in enumerate(sorted({*chain(*predictors)}))}
+        predictor_indices = torch.tensor([*places], device=model.device)
+        keep = {"logits_to_keep": predictor_indices} if head is None and _keeps_logits(model) else {}
+        with attending_by(TreeAttention(pack, rows, model.device)), input_of(head) as read:
+            output = model(input_ids=ids, position_ids=depths, use_cache=False, **keep)
+        states = output.logits[0] if head is None else read[0][0]
+        return _Pass(
+            pack.items,
+            states if keep else states[predictor_indices],
+            [[places[token_index] for token_index in row] for row in predictors],
+        )
+
+    def _padded_scores(self, items: Sequence[Item], size: int, request: _Request) -> Iterator[_Scored]:
+        """Scores from passes of ``size`` items of similar length, longest first, so that running out of memory happens
+        right away."""
+        ordered = sorted(items, key=lambda item: len(item.ids), reverse=True)
+        for start in range(0, len(ordered), size):
+            part = ordered[start : start + size]
+            yield part, self._scores(_padded_pass(self._model, self._head, part), request)
+
+    @torch.inference_mode()
+    def _can_pack(self, items: Sequence[Item]) -> bool:
+        """Whether items can share a pass, tested on the longest and on those that have most in common with it.
+
+        Models with recurrent states or an attention of their own cannot: it has to be torch's, through transformers'
+        table, and take positions, and no indexer may read its mask to choose keys.
+        """
+        model, text = self._model, self._model.get_decoder()
+        takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        has_indexer = getattr(text.config, "index_topk", None) is not None
+        replaceable = text.config._attn_implementation == "sdpa" and text._can_set_attn_implementation()
+        if has_indexer or not (takes_positions and replaceable):
+            return False
+        ordered = sorted(items, key=lambda item: item.ids)
+        longest = max(range(len(ordered)), key=lambda i: len(ordered[i].ids))
+        trial = ordered[max(0, longest - 2) : longest + 2]
+        # Half precision rounds each pass differently; this check is for an attention that sees other tokens.
+        slack = MAX_PACK_DIFFERENCE if model.dtype in (torch.float32, torch.float64) else 100 * MAX_PACK_DIFFERENCE
+        try:
+            [(read, together)] = self._packed_scores(trial, len(trial), _Request())
+        except NotImplementedError:
+            return False
+        apart = self._scores(_padded_pass(model, self._head, read), _Request())
+        return all(
+            (packed_scores.losses - other.losses).abs().mean() <= slack
+            for packed_scores, other in zip(together, apart, strict=True)
+        )
 
 
 def _chunks(begin: int, end: int, step: int) -> Iterator[slice]:
@@ -383,40 +446,6 @@ def _details(logits: torch.Tensor, targets: torch.Tensor, moments: bool) -> list
     return details
 
 
-def _packed_scores(
-    model: PreTrainedModel, head: Head | None, items: Sequence[Item], size: int, request: _Wanted
-) -> Iterator[_Scored]:
-    """Scores from passes that read what items have in common once.
-
-    Those of a small model are read several at once on a CPU, and have together ``size`` times the longest item: with
-    all cores in one kernel, the cores wait for each other, and for what only one of them does.
-    """
-    workers = max(1, min(passes_at_once(model), size // FEWEST_ITEMS))
-    rows = CPU_ROWS if model.device.type == "cpu" else size
-    read = partial(_read_pack, model, head, rows=rows, request=request)
-    with attending_along_paths(model), worker_pool(workers) as pool:
-        yield from pool.map(read, packs(items, size // workers))
-
-
-@torch.inference_mode()  # which holds for one thread
-def _read_pack(model: PreTrainedModel, head: Head | None, pack: Pack, rows: int, request: _Wanted) -> _Scored:
-    ids, depths = (torch.tensor([row], device=model.device) for row in (pack.ids, pack.depths))
-    # The places of the tokens that each item's labels are predicted from.
-    predictors = [path[item.start - 1 :] for item, path in zip(pack.items, pack.paths, strict=True)]
-    places = {token_index: number for number, token_index in enumerate(sorted({*chain(*predictors)}))}
-    predictor_indices = torch.tensor([*places], device=model.device)
-    keep = {"logits_to_keep": predictor_indices} if head is None and _keeps_logits(model) else {}
-    with attending_by(TreeAttention(pack, rows, model.device)), input_of(head) as read:
-        output = model(input_ids=ids, position_ids=depths, use_cache=False, **keep)
-    states = output.logits[0] if head is None else read[0][0]
-    forward_pass = _Pass(
-        pack.items,
-        states if keep else states[predictor_indices],
-        [[places[token_index] for token_index in row] for row in predictors],
-    )
-    return pack.items, forward_pass.scores(head, request)
-
-
 def passes_at_once(model: PreTrainedModel) -> int:
     """The number of passes to run, each on a thread of its own: one for each core of a CPU, if ``model`` is small.
 
@@ -433,54 +462,13 @@ def weights_of(model: PreTrainedModel) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-@torch.inference_mode()
-def _can_pack(model: PreTrainedModel, head: Head | None, items: Sequence[Item]) -> bool:
-    """Whether items can share a pass, tested on the longest and on those that have most in common with it.
-
-    Models with recurrent states or an attention of their own cannot: it has to be torch's, through transformers' table,
-    and take positions, and no indexer may read its mask to choose keys.
-    """
-    text = model.get_decoder()
-    takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-    has_indexer = getattr(text.config, "index_topk", None) is not None
-    replaceable = text.config._attn_implementation == "sdpa" and text._can_set_attn_implementation()
-    if has_indexer or not (takes_positions and replaceable):
-        return False
-    ordered = sorted(items, key=lambda item: item.ids)
-    longest = max(range(len(ordered)), key=lambda i: len(ordered[i].ids))
-    trial = ordered[max(0, longest - 2) : longest + 2]
-    only_losses = _Wanted(frozenset())
-    # Half precision rounds each pass differently; this check is for an attention that sees other tokens.
-    slack = MAX_PACK_DIFFERENCE if model.dtype in (torch.float32, torch.float64) else 100 * MAX_PACK_DIFFERENCE
-    try:
-        [(read, together)] = _packed_scores(model, head, trial, len(trial), only_losses)
-    except NotImplementedError:
-        return False
-    apart = _states_of(model, head, read).scores(head, only_losses)
-    return all(
-        (packed_scores.losses - other.losses).abs().mean() <= slack
-        for packed_scores, other in zip(together, apart, strict=True)
-    )
-
-
-def _padded_scores(
-    model: PreTrainedModel, head: Head | None, items: Sequence[Item], size: int, request: _Wanted
-) -> Iterator[_Scored]:
-    """Scores from passes of ``size`` items of similar length, longest first, so that running out of memory happens
-    right away."""
-    ordered = sorted(items, key=lambda item: len(item.ids), reverse=True)
-    for start in range(0, len(ordered), size):
-        part = ordered[start : start + size]
-        yield part, _states_of(model, head, part).scores(head, request)
-
-
 def logits_of(model: PreTrainedModel, item: Item) -> torch.Tensor:
     """Logits of the scored tokens of an item: (tokens, vocabulary)."""
-    forward_pass = _states_of(model, None, [item])
+    forward_pass = _padded_pass(model, None, [item])
     return forward_pass.states[forward_pass.rows[0][0] : forward_pass.rows[0][-1] + 1]
 
 
-def _states_of(model: PreTrainedModel, head: Head | None, items: Sequence[Item]) -> _Pass:
+def _padded_pass(model: PreTrainedModel, head: Head | None, items: Sequence[Item]) -> _Pass:
     """One pass over a batch of items, each in a row of its own."""
     device = model.device
     ids = pad_sequence([torch.tensor(item.ids) for item in items], batch_first=True).to(device)
