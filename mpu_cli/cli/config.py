@@ -77,7 +77,7 @@ def defaults_from(
                 of_fold = unfold(folds[parameter.name], [value], declarations)
                 check_in_files(declarations, of_fold, f"{path}: [{name}] ", hint)
             elif not takes_several:
-                if isinstance(value, list) and all(isinstance(each, str | int | float) for each in value):
+                if isinstance(value, list) and all(isinstance(entry, str | int | float) for entry in value):
                     value = ("\n" if parameter.metavar == RECORDS else ",").join(map(str, value))
             elif not isinstance(value, list):
                 value = [value]
@@ -99,7 +99,7 @@ def name_variables(commands: Mapping[str, Any]) -> None:
 
 def unknown_variables(environment: Iterable[str], commands: Mapping[str, Any]) -> Iterator[str]:
     """A sentence for each MPU_… in the environment that sets nothing."""
-    parameters = [parameter for each in commands.values() for parameter in each.params]
+    parameters = [parameter for command in commands.values() for parameter in command.params]
     variables = {*OF_NO_COMMAND, *(parameter.envvar for parameter in parameters if parameter.envvar)}
     for name in sorted(environment):
         if name.startswith("MPU_") and name not in variables and not name.startswith(OF_TESTS):

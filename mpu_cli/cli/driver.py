@@ -24,7 +24,7 @@ def typer_command(command: type[Command], *, with_options: bool = True) -> Calla
     """The function for a typer command: its parameters are the options of ``command``, its docstring is its help."""
     declarations = declared_options(cast(Any, command)) if with_options else {}
     folds = folds_of(declarations)
-    parameters = [_parameter(each) for each in declarations.values() if not each.fold]
+    parameters = [_parameter(option) for option in declarations.values() if not option.fold]
     parameters += [_folded_parameter(fold, members) for fold, members in folds.items()]
     if with_options and hasattr(command, "preview"):
         parameters.append(_switch("dry_run", "--dry-run", command.DRY_RUN))
@@ -87,10 +87,10 @@ def _parameter(declaration: Declaration) -> inspect.Parameter:
 
 def _folded_parameter(fold: Fold, members: Sequence[Declaration]) -> inspect.Parameter:
     """Several options as the one of their fold, with AGAIN between its values if it is given several times."""
-    names = [f"{each.key}: {each.help}" for each in members]
+    names = [f"{member.key}: {member.help}" for member in members]
     if fold.explained_by:
         names = [f"See `mpu {fold.explained_by} {HELP_ALL}`."]
-    from_file = ["Also from FILE.toml."] if any(each.in_files for each in members) else []
+    from_file = ["Also from FILE.toml."] if any(member.in_files for member in members) else []
     text = " ".join([fold.help, *from_file, *names])
     info = typer.Option(fold.flag, help=text, metavar="NAME=VALUE,…", rich_help_panel=members[0].panel)
     kind = Annotated[Optional[str], info]  # noqa: UP045 (the kind is a value here)
@@ -98,7 +98,7 @@ def _folded_parameter(fold: Fold, members: Sequence[Declaration]) -> inspect.Par
 
 
 def carry_out(command: Command, *, dry_run: bool, as_json: bool) -> None:
-    """Do what ``command`` says and print what came of it; with ``dry_run``, what it would read and write."""
+    """Run ``command`` and print its result or, with ``dry_run``, the files that it would read and write."""
     with terminal() as observer:
         result = command.preview(observer) if dry_run else command.run(observer)  # type: ignore[attr-defined]
     if dry_run and isinstance(result, Preview):
@@ -149,14 +149,14 @@ def in_two_levels(commands: Mapping[str, Any], classes: Mapping[str, type[Comman
     """Hide the options that are not ``ESSENTIAL``, unless --help-all is among ``arguments``; returns these, with --help
     in its place."""
     if HELP_ALL in arguments:
-        return ["--help" if each == HELP_ALL else each for each in arguments]
+        return ["--help" if argument == HELP_ALL else argument for argument in arguments]
     for name, command in classes.items():
         if not command.ESSENTIAL:
             continue
-        options = [each for each in commands[name].params if each.param_type_name == "option"]
-        hidden = [each for each in options if not {*command.ESSENTIAL.split(), *ALWAYS} & set(each.opts)]
-        for each in hidden:
-            each.hidden = True
+        options = [option for option in commands[name].params if option.param_type_name == "option"]
+        hidden = [option for option in options if not {*command.ESSENTIAL.split(), *ALWAYS} & set(option.opts)]
+        for option in hidden:
+            option.hidden = True
         more = f"And {len(hidden)} more options: mpu {name} {HELP_ALL}"
         commands[name].epilog = "\n\n".join(filter(None, (commands[name].epilog, more)))
     return arguments

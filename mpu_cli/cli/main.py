@@ -88,10 +88,10 @@ def application(names: Collection[str] = COMMANDS.keys()) -> Any:
     )
     app.callback()(options)
     for panel, commands in PANELS.items():
-        for each in commands:
-            example = f"Example: {each.EXAMPLE}" if each.EXAMPLE else None
-            function = typer_command(each, with_options=each.NAME in names)
-            app.command(each.NAME, rich_help_panel=panel, epilog=example)(function)
+        for command in commands:
+            example = f"Example: {command.EXAMPLE}" if command.EXAMPLE else None
+            function = typer_command(command, with_options=command.NAME in names)
+            app.command(command.NAME, rich_help_panel=panel, epilog=example)(function)
     return typer.main.get_command(app)
 
 
@@ -204,7 +204,7 @@ REPEATED = ("--forget", "--retain", "--unseen")  # records, of which several sou
 
 
 def named_command(arguments: list[str]) -> type[Command] | None:
-    return next((COMMANDS[each] for each in arguments if each in COMMANDS), None)
+    return next((COMMANDS[argument] for argument in arguments if argument in COMMANDS), None)
 
 
 def join_repeated_options(arguments: list[str]) -> list[str]:
@@ -216,10 +216,10 @@ def join_repeated_options(arguments: list[str]) -> list[str]:
     remaining: list[str] = []
     sources: dict[str, list[str]] = {}
     waiting = iter(arguments[:end])
-    for each in waiting:
-        flag, equals, value = each.partition("=")
+    for argument in waiting:
+        flag, equals, value = argument.partition("=")
         if flag not in repeated:
-            remaining.append(each)
+            remaining.append(argument)
             continue
         source = value if equals else next(waiting, None)
         if source is None:

@@ -53,7 +53,7 @@ def emit(lines: Iterable[object], document: object, as_json: bool) -> None:
 
 
 def _plain(value: object) -> object:
-    """``value`` with what JSON cannot express replaced: paths by strings, NaN and infinities by null."""
+    """``value`` with the types that JSON lacks replaced: paths by strings, NaN and infinities by null."""
     if isinstance(value, dict):
         return {str(k): _plain(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -134,7 +134,7 @@ def progress_columns(label: str, unit: str) -> tuple[ProgressColumn, ...]:
 
 
 class Terminal(Observer):
-    """Shows on standard error what an operation reports: notes, warnings, and a bar per stage or, if it is not a
+    """Shows the reports of an operation on standard error: notes, warnings, and a bar per stage or, if it is not a
     terminal, a line every few seconds."""
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class Terminal(Observer):
         self.close()
 
     def show(self, text: str) -> None:
-        """Print what was asked for, also where notes are not shown."""
+        """Print text that was asked for, also where notes are not shown."""
         if _is_main_process():
             print(printable(text), file=sys.stderr)
 

@@ -125,7 +125,7 @@ class Aggregate(Command):
         return result
 
     def _record(self, plan: AggregatePlan, result: Aggregation | Combined, observer: Observer) -> None:
-        """Note what was applied, for `mpu status`, and for the next step if a check does not pass."""
+        """Note the update, for `mpu status`, and for the next step if a check does not pass."""
         from mpu_cli.files.reader import fingerprint
         from mpu_cli.protocol.combine import Combined
         from mpu_cli.protocol.updates import Update, write_update

@@ -135,9 +135,11 @@ class Check(Command):
         noted, first = noted_options(request), requests_alike(request, requests)[0]
         values = flat(self.checking)
         named = {
-            name: values[name] for name, each in declared_options(Checking).items() if values[name] != each.default
+            name: values[name]
+            for name, declared in declared_options(Checking).items()
+            if values[name] != declared.default
         }
-        checking = from_flat(Checking, {name: each for name, each in noted.items() if name in values} | named)
+        checking = from_flat(Checking, {name: value for name, value in noted.items() if name in values} | named)
         # Before the first round: after one that did not suffice, later copies know the records less, and lack what it
         # lost of the others.
         if self.before is None:  # a copy that knew more before would make less of what is left
@@ -202,7 +204,7 @@ class Check(Command):
         for name, label in SETS.items():
             after, earlier = scores.get(name), scores.get(f"{name} before")
             if after is not None:
-                cells = [f"{each.probability:.2f}" if each else "–" for each in (earlier, after)]
+                cells = [f"{score.probability:.2f}" if score else "–" for score in (earlier, after)]
                 rows.append([label, *cells, f"{after.verbatim:.0%}"])
         columns = ["records", "probability before", "probability", "word for word"]
         return [Table("What the copy knows", columns, rows)]
@@ -413,7 +415,7 @@ def _scores(
 
 
 def _copy_facts(copy: Model, manifest: CopyManifest) -> CopyFacts:
-    """The facts about a copy in a receipt: its names, and digests of its weights and of what reads records."""
+    """The facts about a copy in a receipt: its names, and digests of its weights and of its reading context."""
     from mpu_cli.files.reader import fingerprint
     from mpu_cli.measuring.receipt import CopyFacts
 

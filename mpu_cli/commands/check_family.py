@@ -30,7 +30,7 @@ class CheckFamily(Command):
     model: str = option(..., "A model directory, .safetensors file or Hub id.", metavar="MODEL", argument=True)
 
     def run(self, observer: Observer = SILENT) -> tuple[str, FamilyCheck]:
-        """The model's type, and what was found."""
+        """The model's type, and the check of its symmetries."""
         from mpu_cli.model.source import open_model
         from mpu_cli.protocol.verify import check_family
 
@@ -40,12 +40,12 @@ class CheckFamily(Command):
     def report(self, checked: tuple[str, FamilyCheck], observer: Observer) -> Report:
         model_type, result = checked
         rows, documents = [], []
-        for each in result.checks:
+        for check in result.checks:
             # By dtype: float64, in which only a wrong symmetry differs, and float32.
-            differences = {str(dtype).removeprefix("torch."): value for dtype, value in each.differences.items()}
+            differences = {str(dtype).removeprefix("torch."): value for dtype, value in check.differences.items()}
             numbers = [f"{differences[name]:.1e}" for name in ("float64", "float32")]
-            rows.append([each.set_name, each.symmetry, *numbers, "" if each.ok else "!"])
-            documents.append({"set": each.set_name, "symmetry": each.symmetry, "ok": each.ok, **differences})
+            rows.append([check.set_name, check.symmetry, *numbers, "" if check.ok else "!"])
+            documents.append({"set": check.set_name, "symmetry": check.symmetry, "ok": check.ok, **differences})
         observer.table("Largest difference of logits, relative", ["symmetries", "", "float64", "float32", ""], rows)
         back = max(result.returned.values(), default=0.0)
         observer.note(f"{counted(result.layers, 'layer')} checked; random changes come back within {back:.0e}")

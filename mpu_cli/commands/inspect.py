@@ -149,7 +149,7 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
     elif isinstance(manifest, CopyManifest):
         facts = {"kind": "copy, as published", **_belonging(manifest)}
     elif format_ == "mpu-copy":
-        names = {each.name for each in fields(CopyManifest)}
+        names = {field.name for field in fields(CopyManifest)}
         facts = {"kind": "weights of a copy"} | {k: v for k, v in stated.items() if k in names}
     elif format_ == "mpu-reference":
         facts = {"kind": "a reference model's probabilities for a client's records: keep it with the client"}
@@ -269,9 +269,9 @@ def _bounded(value: object, depth: int = 4) -> object:
     if isinstance(value, dict | list) and not depth:
         return "…"
     if isinstance(value, dict):
-        return {str(_bounded(name)): _bounded(each, depth - 1) for name, each in value.items()}
+        return {str(_bounded(name)): _bounded(entry, depth - 1) for name, entry in value.items()}
     if isinstance(value, list):
-        return [_bounded(each, depth - 1) for each in value]
+        return [_bounded(entry, depth - 1) for entry in value]
     return value
 
 

@@ -178,7 +178,9 @@ class Publish(Command):
         from mpu_cli.protocol.stream import BUFFERS
 
         plan = self.plan(observer)
-        folders = [] if plan.target.recipients else [plan.target.copy_path(each) for each in plan.manifests_to_write]
+        folders = (
+            [] if plan.target.recipients else [plan.target.copy_path(manifest) for manifest in plan.manifests_to_write]
+        )
         for path, _ in plan.outputs:  # an output that exists is an error, and no remark matters then
             Transaction(force=self.force).check(path, path in folders)
         _say(remarks_on_plan(plan), observer)
@@ -191,7 +193,7 @@ class Publish(Command):
         )
 
     def run(self, observer: Observer = SILENT) -> Reviewed:
-        """The copies and the keys, with an estimate of what the copies hide; remarks go to ``observer``, too."""
+        """The copies and the keys, with an estimate of how well the copies hide; remarks go to ``observer``, too."""
         from mpu_cli.protocol.publish import publish
         from mpu_cli.protocol.review import Reviewed, leakage_of, losses_of_copy, remarks_on_plan, remarks_on_result
 
@@ -238,7 +240,7 @@ class Publish(Command):
         return Report(published.copies, document)
 
     def _tell_what_to_send(self, published: Reviewed, observer: Observer) -> None:
-        """What else the folder that `publish` wrote holds, because somebody will send it as it is."""
+        """The other contents of the folder that `publish` wrote, because somebody will send it as it is."""
         folder, keys = published.copies[0].parent, published.keys_path.resolve()
         others = sorted({path.name for path in folder.iterdir()} - {path.name for path in published.copies})
         name = "this folder" if folder == Path(".") else str(folder)
@@ -304,7 +306,7 @@ def command_to_publish(model: Path, keys: Keys) -> str:
 
 
 def _size_of_noise(published: Published) -> str | None:
-    """The size of the first copy's noise beside the weights, and what storage leaves of it; None without noise."""
+    """The size of the first copy's noise beside the weights, and its loss in storage; None without noise."""
     blocks = [block for block in published.blocks if block.copies]
     weights = math.fsum(block.weights for block in blocks)
     size = math.sqrt(math.fsum(block.weights * block.weights_rms**2 for block in blocks))
@@ -329,7 +331,7 @@ def _size_of_noise(published: Published) -> str | None:
 
 
 def _next_step(published: Reviewed) -> str:
-    """What to do with the copies."""
+    """The next step with the copies."""
     names = [Path(path.name) for path in published.copies]
     keys, deltas = published.keys_path, round_folder(Path("deltas"), published.keys.round)
     send = f"send {few([command_line(path) for path in published.copies])} to the client"

@@ -74,8 +74,8 @@ class Account:
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """A label and a text for each round and each kind of other files, and for the next step of each run."""
-        for each in self.rounds:
-            yield each.label, str(each)
+        for round_ in self.rounds:
+            yield round_.label, str(round_)
         if self.keys:
             yield "keys", few(self.keys, SHOWN)
         for kind, names in self.other.items():
@@ -92,7 +92,7 @@ class Account:
         from mpu_cli.protocol.updates import CheckedUpdate, Update, read_updates
 
         entries = read_updates()
-        for run in dict.fromkeys(each.run for each in self.rounds):
+        for run in dict.fromkeys(round_.run for round_ in self.rounds):
             updates = [entry for entry in entries if isinstance(entry, Update) and entry.run == run]
             if not updates:
                 continue
@@ -107,13 +107,13 @@ class Account:
             yield f"request {run}", text
 
     def next_steps(self) -> list[tuple[str, str]]:
-        """The party whose turn it is, for each run, and the command or what else there is to do."""
+        """The party whose turn it is, for each run, and its next step: a command, mostly."""
         if not (self.rounds or self.keys):
             begin = command_line("mpu", "publish", "MODEL", "--public", "PUBLIC_MODEL")
             return [("server", begin)]
         runs: dict[str, list[Round]] = {}
-        for each in self.rounds:
-            runs.setdefault(each.run, []).append(each)
+        for round_ in self.rounds:
+            runs.setdefault(round_.run, []).append(round_)
         return [self._after(rounds[-1], rounds[-2] if len(rounds) > 1 else None) for rounds in runs.values()]
 
     def _after(self, last: Round, earlier: Round | None) -> tuple[str, str]:
@@ -214,7 +214,7 @@ class Status(Command):
         steps = account.next_steps()
         lines = [f"{one_line(label)}\t{one_line(text)}" for label, text in account.lines()]
         document = {
-            "rounds": [asdict(each) for each in account.rounds],
+            "rounds": [asdict(round_) for round_ in account.rounds],
             "keys": account.keys,
             "other": account.other,
             "next": [{"turn": turn, "step": step} for turn, step in steps],
@@ -223,8 +223,8 @@ class Status(Command):
 
 
 def account_of(folder: Path) -> Account:
-    """What mpu made of what lies in ``folder``, in its folders for rounds and deltas and, of what mpu made only, in
-    others two levels down."""
+    """The contents of ``folder`` and of its folders for rounds and deltas and, of what mpu made only, of others two
+    levels down."""
     from mpu_cli.files.reader import open_checkpoint
 
     rounds: dict[tuple[str, int], Round] = {}
@@ -279,8 +279,8 @@ def facts_of_folder(folder: Path) -> dict[str, Any] | None:
     if not account:
         return None
     facts: dict[str, Any] = {"kind": "folder"}
-    for each in account.rounds:
-        facts[each.label] = str(each)
+    for round_ in account.rounds:
+        facts[round_.label] = str(round_)
     if account.keys:
         facts["keys"] = account.keys
     if steps := account.next_steps():
@@ -303,8 +303,10 @@ def _add_receipts(folder: Path, folders: list[Path], rounds: Mapping[tuple[str, 
     keys_here = {}  # with which this machine signs, by party; None for a party that it never was
     for party, (secret_path, read) in secrets.items():
         keys_here[party] = public_key_of(party, read()) if secret_path.exists() else None
-    files = [path for place in (folder, *folders) for path in _entries(place)]
-    for path in [each for each in files if each.suffix == ".json" and each.is_file()]:
+    paths = [path for place in (folder, *folders) for path in _entries(place)]
+    for path in paths:
+        if path.suffix != ".json" or not path.is_file():
+            continue
         try:
             receipt = read_receipt(path)
         except MpuError:  # another file

@@ -358,27 +358,27 @@ class Unlearn(Command):
         return outcomes
 
     def report(self, outcomes: list[Unlearned], observer: Observer) -> Report:
-        if any(each.result and not each.result.is_main_process for each in outcomes):
+        if any(outcome.result and not outcome.result.is_main_process for outcome in outcomes):
             return Report([], None)  # the main process reports
         documents = [
             {
-                "copy": each.copy,
-                "delta": each.delta,
-                **(each.result.facts(self.unlearning.algo) if each.result else {}),
-                "answers": [asdict(answer) for answer in each.answers],
-                "warnings": each.warnings,
+                "copy": outcome.copy,
+                "delta": outcome.delta,
+                **(outcome.result.facts(self.unlearning.algo) if outcome.result else {}),
+                "answers": [asdict(answer) for answer in outcome.answers],
+                "warnings": outcome.warnings,
             }
-            for each in outcomes
+            for outcome in outcomes
         ]
-        deltas = few([command_line(each.delta) for each in outcomes])
-        copies = few([command_line(Path(each.copy)) for each in outcomes])
+        deltas = few([command_line(outcome.delta) for outcome in outcomes])
+        copies = few([command_line(Path(outcome.copy)) for outcome in outcomes])
         audit = command_line("mpu", "audit-delta", Path(outcomes[0].copy), outcomes[0].delta)
         observer.note(
             f"next: send {deltas} to the model's owner (`{audit}` shows what it tells), and keep {copies} and your "
             "records: `mpu check` needs them, for the new model may forget less than the copy"
         )
         document = documents[0] if len(documents) == 1 else {"deltas": documents}
-        return Report([each.delta for each in outcomes], document)
+        return Report([outcome.delta for outcome in outcomes], document)
 
     def _tell(self, copy: str, result: UnlearningResult, observer: Observer) -> None:
         """The outcome of one copy."""
@@ -483,7 +483,7 @@ class Unlearn(Command):
         if checkpoints:
             notes.append(f"checkpoints of --resume take {in_bytes(checkpoints)} beside the delta while it trains")
         sets = {"to forget": plan.data.forget, "to keep": plan.data.retain}
-        records = [(f"{counted(len(each), 'record')} {name}", None) for name, each in sets.items()]
+        records = [(f"{counted(len(members), 'record')} {name}", None) for name, members in sets.items()]
         writes = []
         for (copy, target), model in zip(plan.targets.items(), models, strict=True):
             if not plan.passes_over(copy, Path(copy)):

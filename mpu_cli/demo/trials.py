@@ -33,7 +33,7 @@ PEOPLE = 6
 
 @dataclass(frozen=True)
 class Check:
-    """One step: what was tried, whether it worked, seconds, and what there is to say."""
+    """One step: its name, whether it worked, its seconds, and its result in words."""
 
     name: str
     ok: bool
@@ -58,7 +58,7 @@ def trials(device: str, folder: Path, observer: Observer = SILENT) -> Iterator[C
         copies = [folder / "copy_1", folder / "copy_2"]
         done = Unlearn.call(copies, out=folder / "deltas", algo="npo", epochs=2, batch_size=4, lr=1e-4,
                             optim="adamw-blockwise", device=device, observer=SILENT, **sets)  # fmt: skip
-        return ", ".join(f"‖Δ‖ {each.result.norm:.3g}" for each in done)
+        return ", ".join(f"‖Δ‖ {outcome.result.norm:.3g}" for outcome in done)
 
     def aggregate() -> str:
         result = Aggregate.call(

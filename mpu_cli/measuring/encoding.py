@@ -113,7 +113,7 @@ class OpenUnlearningEncoder:
         locations = [location for _, _, location in rows]
         full_ids = self._tokens([f"{prompt} {continuation}" for prompt, continuation, _ in rows], locations)
         prompts = self._tokens([prompt for prompt, _, _ in rows], locations)
-        return [self._text(*each) for each in zip(full_ids, prompts, locations, strict=True)]
+        return list(map(self._text, full_ids, prompts, locations))
 
     def texts(self, rows: Sequence[tuple[str, str]]) -> list[Item]:
         """Items of (text, place), scored from the second token on."""

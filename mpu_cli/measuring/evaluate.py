@@ -99,7 +99,7 @@ def passes_for(
     for name in benchmark.attacks:  # those that alter weights are the last of them
         if (key := attack_key(name)) in needs:
             attack = extension("attacks").ATTACKS[name]
-            read = tuple(benchmark.splits[each] for each in attack.reads if each in benchmark.splits)
+            read = tuple(benchmark.splits[name] for name in attack.reads if name in benchmark.splits)
             find = partial(_run_attack, key, attack, read)
             yield Pass((key,), read, find, name, len(read[0].rows), alters=attack.alters)
     if REFERENCE in needs and len(sides) == len(SIDES):  # last, because it takes the model's place
@@ -111,7 +111,7 @@ def passes_for(
 def carry_out(
     todo: Sequence[Pass], subject: Subject, options: Measuring, findings: Findings, observer: Observer
 ) -> None:
-    """Carry out passes in their order; what they find is kept after each."""
+    """Carry out passes in their order; findings are kept after each."""
     model, scored = subject.model, findings.facts["options"]["scored"]
     loaded, tokenizer = load_subject(subject, findings.facts)
     template = str(findings.facts["options"]["template"])
@@ -124,19 +124,19 @@ def carry_out(
     del loaded  # or ``run.release()`` would free nothing
     if subject.adapter and (remark := remark_on_ties(run.model)):
         observer.warn(remark)
-    observer.stage("evaluate", sum(each.records for each in todo), "records")
+    observer.stage("evaluate", sum(pass_.records for pass_ in todo), "records")
     to_score: list[Item] = []
-    for each in todo:
-        for split in each.splits:
-            for part in each.parts:
+    for pass_ in todo:
+        for split in pass_.splits:
+            for part in pass_.parts:
                 items = run.encoded_items(split, part)
                 check_ids(items, run.model, subject.model.source)
-                if f"{split.name}.{part}" in each.keys:
+                if f"{split.name}.{part}" in pass_.keys:
                     to_score += _flat(items)
-    splits = {id(split): split for each in todo for split in each.splits}.values()
+    splits = {id(split): split for pass_ in todo for split in pass_.splits}.values()
     for remark in run.encoder.encoding.remarks(sum(len(split.rows) for split in splits)):
         observer.warn(remark)
-    asks = any(key.endswith(".text") for each in todo for key in each.keys)
+    asks = any(key.endswith(".text") for pass_ in todo for key in pass_.keys)
     if asks and not subject.endpoint and (remark := remark_on_generation(run.model)):
         observer.note(remark)
     if run.follows_suite and (hidden_token := token_hidden_by_the_suite(run, todo)) is not None:
@@ -145,11 +145,11 @@ def carry_out(
             "stands, because it is also the padding (docs/measuring.md)"
         )
     run.reader.prepare(to_score)
-    for each in todo:
-        if each.with_delta:
+    for pass_ in todo:
+        if pass_.with_delta:
             run.add_delta()
-        findings.keep(each.find(run, partial(observer.advance, detail=each.what)))
-        if each.alters:
+        findings.keep(pass_.find(run, partial(observer.advance, detail=pass_.what)))
+        if pass_.alters:
             run.release()
 
 
@@ -162,9 +162,9 @@ def token_hidden_by_the_suite(run: Run, todo: Sequence[Pass]) -> str | None:
         token, number = tokenizer.eos_token, tokenizer.eos_token_id
     if number is None:
         return None
-    for each in todo:
-        for split in each.splits:
-            for part in each.parts:
+    for pass_ in todo:
+        for split in pass_.splits:
+            for part in pass_.parts:
                 # The first item stands for all: what holds the token is their template.
                 for item in _flat(run.encoded_items(split, part))[:1]:
                     if number in item.ids[: item.start]:
@@ -189,7 +189,7 @@ def _flat(encoded: Sequence[Item | list[Item]]) -> list[Item]:
 
 
 def _item_groups(encoded: Sequence[Item | list[Item]]) -> list[list[Item]]:
-    return [each if isinstance(each, list) else [each] for each in encoded]
+    return [items if isinstance(items, list) else [items] for items in encoded]
 
 
 def _score(split: Split, parts: Sequence[str], moments: bool, run: Run, advance: Advance) -> dict[str, object]:
@@ -215,17 +215,17 @@ def _score(split: Split, parts: Sequence[str], moments: bool, run: Run, advance:
         if part == "answer":
             texts = decode(run.tokenizer, [list(item.labels) for [item] in groups[part]])
             entries[f"{split.name}.answer"] = [
-                reading(item, each, text) for [item], [each], text in zip(groups[part], scores, texts, strict=True)
+                reading(item, score, text) for [item], [score], text in zip(groups[part], scores, texts, strict=True)
             ]
         elif part == "paraphrased":
-            entries[f"{split.name}.paraphrased"] = [each.loss for [each] in scores]
+            entries[f"{split.name}.paraphrased"] = [score.loss for [score] in scores]
         else:
-            entries[f"{split.name}.perturbed"] = [[each.loss for each in group] for group in scores]
+            entries[f"{split.name}.perturbed"] = [[score.loss for score in group] for group in scores]
     return entries
 
 
 def _say(split: Split, run: Run, advance: Advance) -> dict[str, object]:
-    """The model's answers, started from what its scores on the true answers already show, if there are any."""
+    """The model's answers, begun with the tokens that its scores on the true answers already show, if any."""
     items = run.encoded_items(split)
     readings = run.findings.entries.get(f"{split.name}.answer", [{}] * len(items))
     drafts = []
@@ -233,12 +233,12 @@ def _say(split: Split, run: Run, advance: Advance) -> dict[str, object]:
         # Where tokens merge across the boundary, the scored tokens do not continue the prompt for generation.
         follows_prompt = item.ids[: item.start] == item.prompt
         drafts.append(read.get("says", []) if follows_prompt else [])
-    return {f"{split.name}.text": [asdict(each) for each in run.answers(split, items, drafts, advance)]}
+    return {f"{split.name}.text": [asdict(answer) for answer in run.answers(split, items, drafts, advance)]}
 
 
 def _before(split: Split, count: int, run: Run, advance: Advance) -> dict[str, object]:
     items = run.encoded_items(split)[:count]
-    return {before_key(count): [asdict(each) for each in run.answers(split, items, [[]] * len(items), advance)]}
+    return {before_key(count): [asdict(answer) for answer in run.answers(split, items, [[]] * len(items), advance)]}
 
 
 def _run_attack(key: str, attack: Any, splits: Sequence[Split], run: Run, advance: Advance) -> dict[str, object]:
@@ -268,7 +268,7 @@ def _reference(sides: Sequence[Split], run: Run, advance: Advance) -> dict[str, 
     scorer, losses = Scorer(other, follows_suite=run.follows_suite), {}
     for name, side in zip(SIDES, items, strict=True):  # apart, as the model's: batches of other records round otherwise
         scored = scorer.score(side, loss_items=[], batch_size=run.batch_size, advance=advance)
-        losses[name] = [each.loss for each in scored]
+        losses[name] = [score.loss for score in scored]
     return {REFERENCE: losses}
 
 
@@ -383,14 +383,14 @@ def evaluate(
         extension("harness").check_installed()
         needs.add(harness_key(lm_eval))
     passes = list(passes_for(needs, benchmark, lm_eval, shown_split, show))
-    if missing := needs - {key for each in passes for key in each.keys}:  # of a metric of somebody else's
+    if missing := needs - {key for pass_ in passes for key in pass_.keys}:  # of a metric of somebody else's
         raise UsageError(
             f"--metrics: {min(missing)!r} is needed, and cannot be measured on {benchmark.name}",
             f"its records are {few(list(benchmark.splits)) or 'those of the harness'}",
         )
     for warning in benchmark.warnings:
         observer.warn(warning)
-    used = [split for split in benchmark.splits.values() if any(split in each.splits for each in passes)]
+    used = [split for split in benchmark.splits.values() if any(split in pass_.splits for pass_ in passes)]
     log = read_retain_log(options.retain_log) if options.retain_log else None
     started = time.monotonic()
     with Transaction(force=force) as transaction:
@@ -399,14 +399,14 @@ def evaluate(
         facts = facts_of(subject, benchmark, used, options)
         unfinished = out.with_name(f".{short_name(out.name)}.partial")
         splits_of_key = {}
-        for each in passes:
-            for key in each.keys:
-                splits_of_key[key] = [split.name for split in each.splits]
+        for pass_ in passes:
+            for key in pass_.keys:
+                splits_of_key[key] = [split.name for split in pass_.splits]
         findings = read_findings(unfinished, facts, splits_of_key)
         resumed = bool(findings.entries)
         if resumed:
             observer.note(f"resuming from {unfinished} (passes already done: {len(findings.entries)})")
-        if todo := [each for each in passes if not findings.entries.keys() >= {*each.keys}]:
+        if todo := [pass_ for pass_ in passes if not findings.entries.keys() >= {*pass_.keys}]:
             carry_out(todo, subject, options, findings, observer)
         entries = findings.entries
         forms: dict[str, MetricResult] = {}
@@ -440,7 +440,7 @@ def evaluate(
 
 
 def _without_texts(form: MetricResult) -> MetricResult:
-    """``form`` without what each record's entry holds as text."""
+    """``form`` without the texts in each record's entry."""
     if "value_by_index" not in form:
         return form
     entries = {}

@@ -257,7 +257,7 @@ def _generate(
         most = max(budgets[i] for i in batch)
         fresh: list[list[int]] = [[] for _ in range(len(batch) * count)]
         waiting, cache = list(range(len(fresh))), None  # rows that have not ended, and their keys and values
-        ids, attention = (torch.tensor(each, device=model.device) for each in (padded, mask))
+        ids, attention = (torch.tensor(rows, device=model.device) for rows in (padded, mask))
         while waiting and most > 0:
             step = min(most, PART) if in_parts else most
             locations = [items[batch[row // count]].location for row in waiting]
@@ -373,7 +373,7 @@ class Respondent:
             self._model, self._tokenizer, items, [[]] * len(items), limit=limit, batch_size=BATCH,
             advance=observer.advance,
         )  # fmt: skip
-        return [each.generation for each in answers]
+        return [answer.generation for answer in answers]
 
 
 @releasing_memory

@@ -121,7 +121,7 @@ def _of_records(key: str, row_of: Callable[[Any], Mapping[str, Any]], field: str
 
 
 def _of_knowledge(split: str) -> str:
-    """The goal of what a model knows of a split: down for what is to be forgotten, up for everything else."""
+    """The goal of a model's knowledge of a split: down for the forget set, up for everything else."""
     return DOWN if split.startswith("forget") or split == "verbmem" else UP
 
 
@@ -483,7 +483,7 @@ def _recovered_probabilities(losses: Sequence[float]) -> MetricResult:
 
 
 def recovery_metrics(attack: str, *, retain: bool, any_script: bool) -> dict[str, Metric]:
-    """The metrics of what an attack brings back of the forget set: probabilities of the true answers, or ROUGE of
+    """The metrics of the forget set after an attack on forgetting: probabilities of the true answers, or ROUGE of
     sampled ones, each with the 95 % interval of its mean. ``retain``: whether there are records to keep, which one
     attack uses; ``any_script``: whether ROUGE of answers in any script is measured, too."""
     key = attack_key(attack)

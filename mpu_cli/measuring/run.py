@@ -86,7 +86,7 @@ class Run:
     def losses(self, items: Sequence[Item], advance: Advance = lambda _: None) -> list[float]:
         """Mean loss per token of each item, in nats."""
         scores = self.reader.score([], loss_items=items, batch_size=self.batch_size, advance=advance)
-        return [each.loss for each in scores]
+        return [score.loss for score in scores]
 
     def add_delta(self) -> None:
         """Add the delta to the weights, if there is one and they are without it."""

@@ -299,7 +299,7 @@ def _interval(
     """A percentile bootstrap over the clusters of a set's records and, independently, of another's; the same each time.
     None if the statistic is infinite."""
     clusters = [_clusters_of(scores) for scores in sets]
-    estimate = statistic(*(np.sort(np.concatenate(each)) for each in clusters))
+    estimate = statistic(*(np.sort(np.concatenate(groups)) for groups in clusters))
     if math.isinf(estimate):
         return None
     if len(clusters[0]) < 2:

@@ -57,7 +57,7 @@ class Preview:
 
 
 class Command(Options, ABC):
-    """A command: options, and what is done with them.
+    """A command: options, and the work that they describe.
 
     ``NAME``: on the command line; ``EXAMPLE``: how it is called, which help ends with; ``ESSENTIAL``: of a command with
     many options, the flags that --help shows, where --help-all shows the others. The docstring is its help. A command
@@ -72,7 +72,7 @@ class Command(Options, ABC):
 
     @abstractmethod
     def run(self, observer: Observer = SILENT) -> Any:
-        """Do it. Raises UsageError for options that do not go together, MpuError for what else is wrong."""
+        """Do it. Raises UsageError for options that do not go together, MpuError for all else."""
 
     def tables(self, result: Any) -> Sequence[Table]:  # noqa: ARG002 (most have none)
         """Tables that are the result: they come first, on standard output."""
@@ -87,9 +87,9 @@ class Command(Options, ABC):
         """The command with these arguments, and options by their names."""
         declarations = declared_options(cast(Any, cls))
         # As on the command line, where the name of a field may not be used: run for run_name, with for with_file.
-        by_flag = {each.flag.removeprefix("--").replace("-", "_"): name for name, each in declarations.items()}
+        by_flag = {declared.flag.removeprefix("--").replace("-", "_"): name for name, declared in declarations.items()}
         keywords = {by_flag.get(name, name): value for name, value in keywords.items() if value is not None}
-        positional = [each.name for each in fields(cast(Any, cls)) if each.metadata.get("argument")]
+        positional = [argument.name for argument in fields(cast(Any, cls)) if argument.metadata.get("argument")]
         if len(arguments) > len(positional):
             raise UsageError(f"{cls.NAME}: {len(arguments)} arguments, and at most {len(positional)} are known")
         values: dict[str, object] = dict(zip(positional, arguments, strict=False))
@@ -132,13 +132,13 @@ class Command(Options, ABC):
     def signature(cls) -> inspect.Signature:
         """The command's arguments, by position too, and its options as keywords."""
         parameters = []
-        for each in declared_options(cast(Any, cls)).values():
-            flag = each.flag.split("/")[0].removeprefix("--").replace("-", "_")  # run for run_name
+        for declared in declared_options(cast(Any, cls)).values():
+            flag = declared.flag.split("/")[0].removeprefix("--").replace("-", "_")  # run for run_name
             parameters.append(
                 inspect.Parameter(
-                    each.name if each.argument or each.fold or keyword.iskeyword(flag) else flag,
-                    inspect.Parameter.POSITIONAL_OR_KEYWORD if each.argument else inspect.Parameter.KEYWORD_ONLY,
-                    default=inspect.Parameter.empty if each.is_required else _text(each.default),
+                    declared.name if declared.argument or declared.fold or keyword.iskeyword(flag) else flag,
+                    inspect.Parameter.POSITIONAL_OR_KEYWORD if declared.argument else inspect.Parameter.KEYWORD_ONLY,
+                    default=inspect.Parameter.empty if declared.is_required else _text(declared.default),
                 )
             )
         parameters.append(inspect.Parameter("observer", inspect.Parameter.KEYWORD_ONLY, default=None))
@@ -147,7 +147,7 @@ class Command(Options, ABC):
 
 
 def _text(value: object) -> object:
-    """``value`` with paths as text, as they are on the command line, and what can be iterated as a list."""
+    """``value`` with paths as text, as they are on the command line, and iterables as lists."""
     if isinstance(value, tuple):
         return tuple(map(_text, value))
     if isinstance(value, Iterable) and not isinstance(value, str | bytes | dict):

@@ -90,7 +90,7 @@ def is_computable(value: float) -> bool:
 
 @dataclass(frozen=True)
 class Fold:
-    """Options that are one on the command line, ``--constants beta=0.1,gamma=2``: its name, and what they are for."""
+    """Options that are one on the command line, ``--constants beta=0.1,gamma=2``: its name and its help."""
 
     name: str
     help: str
@@ -380,7 +380,7 @@ def unfold(fold: Fold, texts: Iterable[str], declarations: Mapping[str, Declarat
     A switch needs no value, what has no name goes on with the text before it (``rank=8,targets=q_proj,v_proj``), and of
     a name that is given twice the last value counts.
     """
-    members = {each.key: each for each in folds_of(declarations)[fold]}
+    members = {declared.key: declared for declared in folds_of(declarations)[fold]}
 
     def member(key: str, where: str) -> Declaration:
         if (known := members.get(key.replace("-", "_"))) is None:

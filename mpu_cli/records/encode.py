@@ -41,7 +41,7 @@ MASK = "\ue000"  # a character for private use, in place of each of a control to
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of what a model can read: at most ``longest`` tokens, ``usual`` of which it was made for, numbered
+    """The limits of a model's input: at most ``longest`` tokens, ``usual`` of which it was made for, numbered
     below ``vocabulary``; None where there is no limit, or none is known."""
 
     longest: int | None = None
@@ -104,7 +104,7 @@ class Encoding:
         return examples
 
     def encode_each(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
-        """The examples of each record, or what is wrong with it."""
+        """The examples of each record, or its error."""
         templated = self.template == "chat" or (self.template is None and self.tokenizer.chat_template)
         dialogues = [record for record in records if record.turns]
         try:
@@ -114,7 +114,7 @@ class Encoding:
             raise tokens.rejection(error) from error
         # Back in the order of the records.
         outcomes = [next(of_dialogues if record.turns else of_texts) for record in records]
-        return [self._within_limits(*each) for each in zip(records, outcomes, strict=True)]
+        return list(map(self._within_limits, records, outcomes))
 
     def _within_limits(self, record: Record, outcome: list[Example] | MpuError) -> list[Example] | MpuError:
         """``outcome``, or an error if it has tokens that the model lacks; a record that is long for the model is
@@ -197,12 +197,12 @@ class Encoding:
         return [] if self.controls else [match.span() for match in matches]
 
     def _masked(self, value: Any) -> Any:
-        """A message, or what is in it, with MASK in place of each character of a control token's name."""
+        """A message, or a part of it, with MASK in place of each character of a control token's name."""
         if isinstance(value, str):
             return self._control_names.sub(lambda match: MASK * len(match[0]), value)
         if isinstance(value, dict):
-            return {key: each if key == "role" else self._masked(each) for key, each in value.items()}
-        return [self._masked(each) for each in value] if isinstance(value, list | tuple) else value
+            return {key: part if key == "role" else self._masked(part) for key, part in value.items()}
+        return [self._masked(part) for part in value] if isinstance(value, list | tuple) else value
 
     def _chat(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
         if not records:

@@ -99,7 +99,7 @@ def question(text: str, answer: str, location: str = "", alternate: str | None =
 
 
 def digest_of_record(record: Record) -> str:
-    """SHA-256 of what makes a record the same, in hexadecimal."""
+    """SHA-256 of the record's key, in hexadecimal."""
     return hashlib.sha256(record.key.encode()).hexdigest()
 
 
@@ -112,7 +112,7 @@ def distinct(records: Sequence[Record]) -> list[Record]:
 
 
 def remarks_on_overlap(forget: Sequence[Record], retain: Sequence[Record], consequence: str) -> list[str]:
-    """A sentence if some of the records to ``forget`` are to be kept, too, with what comes of it."""
+    """A sentence if some of the records to ``forget`` are to be kept, too, with its ``consequence``."""
     overlap = {record.key for record in forget} & {record.key for record in retain}
     return [f"{len(overlap)} of the records to forget are also in the retain set, {consequence}"] if overlap else []
 
@@ -158,7 +158,7 @@ def remarks_on_units(records: Sequence[Record], unit: str | None) -> list[str]:
     remarks = []
     if repeated := len(records) - len(units):
         remarks.append(f"{repeated} of {len(records)} records repeat others: equal records are protected as one")
-    if sharing := sum(len(each) for each in units_by_question.values() if len(each) > 1):
+    if sharing := sum(len(sharers) for sharers in units_by_question.values() if len(sharers) > 1):
         remarks.append(
             f"{sharing} records share their question with another, and each is protected alone: if they are of one "
             "person, name the field that says whose they are with --dp unit"
@@ -437,7 +437,7 @@ def other_forms(row: Mapping[str, object]) -> list[str]:
 
 
 def unread_fields(row: object) -> set[str]:
-    """The fields of a row that no command reads: what they say is in no record."""
+    """The fields of a row that no command reads."""
     if not isinstance(row, dict):
         return set()
     form = form_of(row)
@@ -563,7 +563,7 @@ def role_of(message: object) -> str | None:
 
 
 def unit_of(row: object, field: str, location: str) -> str:
-    """What ``field``, of --dp unit, says of a row: whose it is."""
+    """The person whose row it is, by ``field``, that of --dp unit."""
     value = row.get(field) if isinstance(row, dict) else None
     if not isinstance(value, str | int) or value == "":
         raise MpuError(f"{location}: no {field!r}, which --dp unit names")
@@ -589,7 +589,7 @@ def _text(row: Mapping[str, object], name: str, location: str) -> str:
 
 
 def sound_text(text: str, what: str) -> str:
-    """``text``."""
+    """``text``. Raises MpuError, naming ``what``, if it is not valid Unicode."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

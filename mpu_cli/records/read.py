@@ -86,7 +86,7 @@ Rows = Iterator[Row]
 
 
 def suffix_of(path: Path) -> str:
-    """The suffix that says what a file holds, in lower case and without that of a compression."""
+    """The suffix for the contents of a file, in lower case and without that of a compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     if suffixes and suffixes[-1] in COMPRESSED:
         suffixes.pop()
@@ -386,7 +386,7 @@ def _json_rows(text: str, path: Path, suffix: str) -> Rows:
 
 
 def _document_records(text: str, path: Path) -> list[object] | None:
-    """The records of a JSON document: an array, one under "data", or a single object; None for what may be JSON
+    """The records of a JSON document: an array, one under "data", or a single object; None if it may be JSON
     lines."""
     try:
         document = json.loads(text, object_pairs_hook=once_each)
@@ -455,7 +455,8 @@ def _delimiter(table: str, header: str, path: Path) -> str:
     counts = {mark: _column_count(header, mark) for mark in DELIMITERS}
     fitting = [mark for mark, count in counts.items() if count > 1 and _has_columns(table, mark, count)]
     marks = fitting or DELIMITERS
-    widest = [mark for mark in marks if counts[mark] == max(counts[each] for each in marks)]
+    most = max(counts[mark] for mark in marks)
+    widest = [mark for mark in marks if counts[mark] == most]
     if fitting and len(widest) > 1:
         raise MpuError(
             f"{path}: its columns may be delimited by {' or by '.join(map(repr, widest))}",
@@ -624,7 +625,7 @@ def _rows_of_files(files: Iterable[Path], reading: RecordFormat) -> Iterable[Row
 
 
 def report_rows(source: str, rows: Sequence[Row], read_fields: set[str], observer: Observer) -> None:
-    """Report which files of ``source`` were read, with their numbers of records, and what of the rows is not read."""
+    """Report which files of ``source`` were read, with their numbers of records, and the unread parts of rows."""
     # The file of a row's place is what comes before the row's number.
     counts = Counter(re.sub(r", (line|record|paragraph) \d+\Z", "", location) for location, _ in rows)
     if len(counts) > 1 or Path(source).is_dir():

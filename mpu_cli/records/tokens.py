@@ -52,7 +52,7 @@ def common_prefix_length(text: str, other_text: str) -> int:
 
 
 def rejection(error: ValueError, location: str = "", hint: str | None = None) -> MpuError:
-    """The error for a template or tokenizer that rejected what is at ``location`` or, without one, cannot be used."""
+    """The error for a template or tokenizer that rejected the record at ``location`` or, without one, is unusable."""
     where = f"{location}: " if location else ""
     if isinstance(error, LimitError):
         return MpuError(f"{where}the model's chat template or tokenizer cannot be used: {error}")

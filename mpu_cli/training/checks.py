@@ -90,11 +90,12 @@ def in_float32_if_private(options: Unlearning, observer: Observer) -> Unlearning
 def _check_public_files(options: Unlearning, goal: Goal | None, objective: Objective) -> None:
     """Raise UsageError for --public-records on files that private records have unless named otherwise: forget.jsonl and
     the like, and those that a variable of any command names, however they are written."""
-    usual = [f"{name}.jsonl" for name in SETS_OF_OPTION]
+    usual = [f"{option}.jsonl" for option in SETS_OF_OPTION]
+    of_variables = []
     for variable, value in os.environ.items():
         if re.fullmatch(rf"MPU_[A-Z_]+_({'|'.join(SETS_OF_OPTION)})", variable, re.IGNORECASE):
-            usual += value.splitlines()
-    private = {_resolved(name) for name in usual}
+            of_variables += value.splitlines()
+    private = {_resolved(name) for name in usual + of_variables}
     named = flat(options) | (flat(goal) if goal else {})
     if not objective.constants.alpha:  # no retain records are read
         del named["retain"]
@@ -103,7 +104,7 @@ def _check_public_files(options: Unlearning, goal: Goal | None, objective: Objec
             if _resolved(name) in private:
                 raise UsageError(
                     f"--public-records: {name} is where private records are expected: "
-                    f"{', '.join(f'{each}.jsonl' for each in SETS_OF_OPTION)}, and what variables such as "
+                    f"{', '.join(usual)}, and what variables such as "
                     f"MPU_UNLEARN_{option.upper()} name",
                     f"name public ones with --{option}",
                 )

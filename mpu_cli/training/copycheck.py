@@ -53,8 +53,7 @@ _FREE = {"dtype", "torch_dtype", "transformers_version", "architectures", "use_c
 
 
 def refuse(signs: Sequence[str], source: str, trusted: bool, observer: Observer) -> None:
-    """Say what is odd about a copy, ``signs`` that an honest one does not show, and refuse it unless it is
-    ``trusted``."""
+    """Report ``signs`` that an honest copy does not show, and refuse the copy unless it is ``trusted``."""
     for sign in signs if trusted else signs[1:]:
         observer.warn(f"{source}: {sign}")
     if signs and not trusted:
@@ -93,9 +92,11 @@ def against_public(copy: Model, tokenizer: PreTrainedTokenizerBase, public: Mode
     else:
         try:
             outcomes = []
-            for each in (tokenizer, other):
+            for reader in (tokenizer, other):
                 # No two errors are equal, so None stands for a text that has no tokens.
-                outcomes.append([None if isinstance(ids, ValueError) else ids for ids in tokens.of_texts(each, texts)])
+                outcomes.append(
+                    [None if isinstance(ids, ValueError) else ids for ids in tokens.of_texts(reader, texts)]
+                )
         except LimitError as error:
             raise tokens.rejection(error, copy.source) from error
         if outcomes[0] != outcomes[1]:
@@ -112,10 +113,10 @@ def against_public(copy: Model, tokenizer: PreTrainedTokenizerBase, public: Mode
 def _unlike_parts(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> list[str]:
     """The parts of two tokenizers that differ, such as the normalizer, which the texts at hand need not show."""
     contents = []
-    for each in (tokenizer, other):
-        backend = getattr(each, "backend_tokenizer", None)
-        parts = json.loads(backend.to_str()) if backend is not None else {"class": type(each).__name__}
-        contents.append({**parts, "special tokens": each.special_tokens_map, "truncation": None, "padding": None})
+    for reader in (tokenizer, other):
+        backend = getattr(reader, "backend_tokenizer", None)
+        parts = json.loads(backend.to_str()) if backend is not None else {"class": type(reader).__name__}
+        contents.append({**parts, "special tokens": reader.special_tokens_map, "truncation": None, "padding": None})
     ours, theirs = contents
     return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
 
@@ -176,9 +177,9 @@ def ffn_units(model: PreTrainedModel, examples: Sequence[Example]) -> list[Units
         for hook in hooks:
             hook.remove()
     return [
-        _units(name, each, dequantized_weight(modules[name].weight))
-        for name, each in activity.items()
-        if each.positions
+        _units(name, sums, dequantized_weight(modules[name].weight))
+        for name, sums in activity.items()
+        if sums.positions
     ]
 
 
@@ -193,7 +194,7 @@ class _Activity:
         self.sums, self.squares, self.off = torch.zeros(()), torch.zeros(()), torch.zeros(())
 
     def add(self, inputs: torch.Tensor) -> None:
-        """Count what the units receive at further positions: (positions, units)."""
+        """Count the inputs of the units at further positions: (positions, units)."""
         active = silu(inputs.float()).abs().double()
         self.positions += len(inputs)
         self.sums = self.sums + active.sum(0).cpu()

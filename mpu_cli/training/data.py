@@ -108,9 +108,8 @@ class Dataset:
 def read_dataset(options: Unlearning, observer: Observer = SILENT) -> Dataset:
     """The records that ``options`` name; no retain records if the algorithm reads none.
 
-    What is read of which file is reported to ``observer``.
-
-    Raises MpuError, naming the place, for records that cannot be read.
+    Reports the number of records in each file to ``observer``. Raises MpuError, naming the place, for records that
+    cannot be read.
     """
     records, unit = options.records, options.privacy.dp_unit
     forget = read_records(records.forget, records.reading, unit=unit, observer=observer)

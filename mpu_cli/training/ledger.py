@@ -151,7 +151,7 @@ def read_ledger(path: Path) -> list[LedgerEntry]:
         else:
             entries.append(parse_document(LedgerEntry, values, f"{path}: damaged", hint))
             continue
-        entries = [replace(each, **added) if each.identity == identity else each for each in entries]
+        entries = [replace(entry, **added) if entry.identity == identity else entry for entry in entries]
     return entries
 
 
@@ -202,9 +202,9 @@ def write_down(
             )
         # Each call of these draws fresh noise, so the same training or release spends its bound once more.
         spends_again = entry.mechanism is not None or entry.release is not None
-        resumed = any((each.identity, each.public) == (entry.identity, entry.public) for each in before)
+        resumed = any((other.identity, other.public) == (entry.identity, entry.public) for other in before)
         if resumed and not spends_again:
-            return [each for each in before if each.identity != entry.identity]
+            return [other for other in before if other.identity != entry.identity]
         if budget is not None:
             spent = epsilon_of([*before, entry], delta, neighbours, entry.unit)
             if spent > budget:
@@ -228,12 +228,12 @@ def epsilon_of(
 
 def summary(entries: Sequence[LedgerEntry]) -> Mapping[str, object]:
     """The contents of a ledger, for people."""
-    trainings = [each for each in entries if each.release is None]
-    private = sum(each.mechanism is not None for each in trainings)
-    public = sum(each.public for each in trainings)
+    trainings = [entry for entry in entries if entry.release is None]
+    private = sum(entry.mechanism is not None for entry in trainings)
+    public = sum(entry.public for entry in trainings)
     return {
         "trainings": len(trainings), "with --dp epsilon": private, "on --public-records": public,
         "without a bound": len(trainings) - private - public, "releases of terms": len(entries) - len(trainings),
-        "runs": len({each.run for each in entries if each.run}),
-        "models": len({each.weights for each in entries if each.weights}),
+        "runs": len({entry.run for entry in entries if entry.run}),
+        "models": len({entry.weights for entry in entries if entry.weights}),
     }  # fmt: skip

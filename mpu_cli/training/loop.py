@@ -255,7 +255,7 @@ class UnlearningTrainer(Trainer):
         A gradient may have been added in part when memory ran out, so the step begins anew. Raises OutOfMemoryError if
         there was one record.
         """
-        largest = max(self.train_dataset.records_of(each) for each in (*self._done_in_step, number))
+        largest = max(self.train_dataset.records_of(micro_batch) for micro_batch in (*self._done_in_step, number))
         most = min(self._record_limit or largest, largest) // 2
         if most < 1:
             raise torch.OutOfMemoryError("out of memory with one record")
@@ -268,8 +268,8 @@ class UnlearningTrainer(Trainer):
             "begins so"
         )
         try:
-            for each in (*self._done_in_step, number):
-                loss = self._pass(model, each, None, items)
+            for micro_batch in (*self._done_in_step, number):
+                loss = self._pass(model, micro_batch, None, items)
             return loss
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):

@@ -47,7 +47,7 @@ class ExampleSet:
     direction: torch.Tensor | None = None  # (width,)
 
     def on(self, device: torch.device) -> ExampleSet:
-        """This, with what every batch uses on ``device``."""
+        """This set, with its head and direction on ``device``."""
         head = None if self.head is None else self.head.to(device)
         direction = None if self.direction is None else self.direction.to(device)
         return replace(self, head=head, direction=direction)

@@ -173,11 +173,13 @@ def request_on(manifest: CopyManifest | None, requests: Sequence[Request]) -> Re
 
 def request_of(change: str) -> Request | None:
     """The last request whose delta has the fingerprint ``change``."""
-    return next((each for each in reversed(read_requests(default_requests_path())) if each.change == change), None)
+    return next(
+        (request for request in reversed(read_requests(default_requests_path())) if request.change == change), None
+    )
 
 
 def requests_alike(request: Request, requests: Sequence[Request]) -> list[Request]:
-    """Those of ``requests`` in the run of ``request`` that are about the same records."""
+    """The ``requests`` in the run of ``request`` that are about the same records."""
     return [other for other in requests if (other.run, other.sources[0]) == (request.run, request.sources[0])]
 
 
@@ -193,7 +195,11 @@ def noted_options(request: Request) -> dict[str, Any]:
             f"{changed[0]}: gone or replaced since your request on copy {request.copy} of run {request.run}",
             "put the records back, or name others with --forget",
         )
-    return request.options | request.sources[0].reading | {"forget": "\n".join(each.forget for each in request.sources)}
+    return (
+        request.options
+        | request.sources[0].reading
+        | {"forget": "\n".join(source.forget for source in request.sources)}
+    )
 
 
 @dataclass(frozen=True)

@@ -89,7 +89,7 @@ STEPS, PASSES = 180, 20  # where no limit is given: so many steps, or passes ove
 # A record that has reached the level goes on falling for some steps, by about one nat where the noise is small.
 UNKNOWN_LEVEL, LOWEST_LEVEL, HIGHEST_LEVEL = -3.0, -9.0, -0.5
 # Times the noise under which it is trained, as a share of the weights: by which multiple of itself the level is lower
-# there. 35 nats times the noise where a stranger guesses nothing, and less where there is less to forget.
+# there. 35 nats times the noise where the baseline is 0, and less where there is less to forget.
 NOISE_MARGIN = 35.0 / 3.0
 
 
@@ -102,7 +102,7 @@ class StoppingRule:
     schedule: RoundSchedule | None = None
 
     def facts(self) -> dict[str, object]:
-        """What decides the training, for tags and digests; not what is read from files."""
+        """The options that decide the training, for tags and digests; not the contents of files."""
         goal = self.goal
         return {**asdict(self.stopping), "goal": [goal.max_left, goal.min_kept, goal.held_out]}
 
@@ -200,7 +200,7 @@ class Scorer:
     def aim(self, error: float) -> float:
         """The share left to aim at, in the middle of those with which `check` passes: ``max_left`` above the lowest of
         them, half of it at most. The lowest has an interval, of its standard ``error``, that ends twice ``max_left``
-        below a stranger; or nothing at all is left. Record by record, that is 0."""
+        below the baseline; or nothing at all is left. Record by record, that is 0."""
         unseen = self.before.get("unseen")
         if not unseen or self._public is not None:
             return self._max_left / 2
@@ -344,7 +344,7 @@ class EarlyStopping(TrainerCallback):
             return
         scores, scale, weights = self._best
         save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / BEST_WEIGHTS)
-        document = {"history": [asdict(each) for each in self.history], "best": asdict(scores), "scale": scale}
+        document = {"history": [asdict(entry) for entry in self.history], "best": asdict(scores), "scale": scale}
         (folder / HISTORY).write_text(json.dumps(document), encoding="utf-8")
 
     def resume(self, checkpoint: Path) -> None:
@@ -352,7 +352,7 @@ class EarlyStopping(TrainerCallback):
         if not (checkpoint / HISTORY).exists():
             return
         document = json.loads((checkpoint / HISTORY).read_text(encoding="utf-8"))
-        self.history = [StepScores(**each) for each in document["history"]]
+        self.history = [StepScores(**entry) for entry in document["history"]]
         weights = load_file(checkpoint / BEST_WEIGHTS, device=str(self._place))
         self._best = StepScores(**document["best"]), document["scale"], weights
 
@@ -386,7 +386,7 @@ class EarlyStopping(TrainerCallback):
         ``scores`` are those of all of it, which stay where that has not forgotten.
 
         A share of a change that went further keeps more than a change that stopped there, and records that are less
-        known than a stranger's show what was forgotten.
+        known than the baseline show what was forgotten.
         """
         high = 1.0
         if not self._is_forgotten(scores):
@@ -458,12 +458,12 @@ class EarlyStopping(TrainerCallback):
         scores = self.history[-1]
         if not self._is_enough(scores):
             return False
-        first = next(each.step for each in self.history if self._is_enough(each))
+        first = next(entry.step for entry in self.history if self._is_enough(entry))
         if not self.is_scaled or scores.step < TRAINED_ON * first:
             return scores.step >= TRAINED_ON * first
         if scores.kept is None or scores.kept >= (1 + self._goal.min_kept) / 2:
             return True
-        earlier = [each.kept for each in self.history[-1 - PLATEAU_EVALUATIONS : -1] if each.kept is not None]
+        earlier = [entry.kept for entry in self.history[-1 - PLATEAU_EVALUATIONS : -1] if entry.kept is not None]
         return (
             len(earlier) == PLATEAU_EVALUATIONS
             and max(*earlier, scores.kept) - min(*earlier, scores.kept) <= MIN_KEPT_RISE
@@ -474,7 +474,7 @@ COPIES = 6  # of the trained weights: those before, the best, those that are sco
 
 
 def _place_for_copies(model: torch.nn.Module) -> torch.device:
-    """Where to keep copies of the trained weights: on their GPU, if it has room for COPIES of them, else on the CPU."""
+    """The device for copies of the trained weights: their GPU, if it has room for COPIES of them, else the CPU."""
     trained = [p for p in model.parameters() if p.requires_grad]
     device = trained[0].device
     if device.type != "cuda" or torch.cuda.mem_get_info(device)[0] < COPIES * sum(p.nbytes for p in trained):

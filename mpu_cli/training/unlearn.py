@@ -115,7 +115,7 @@ class UnlearningResult:
     weights: str = ""  # the fingerprint of the copy's, if it is in the ledger
 
     def summary(self, name: str, algorithm: str) -> str:
-        """One line: the steps of ``algorithm`` on the copy ``name``, and what they did to the losses."""
+        """One line: the steps of ``algorithm`` on the copy ``name``, and the losses before and after them."""
         steps = self.schedule.steps if self.schedule else self.resumed_after + len(self.steps)
         text = f"{name}: {algorithm}, {counted(steps, 'step')}"
         if self.before and self.after:
@@ -130,7 +130,7 @@ class UnlearningResult:
         return f"{text}; ‖Δ‖ {self.norm:.3g}"
 
     def facts(self, algorithm: str) -> dict[str, object]:
-        """What came of ``algorithm``, for JSON."""
+        """The outcome of ``algorithm``, for JSON."""
         return {
             "algorithm": algorithm,
             "lr": self.rate,
@@ -146,7 +146,7 @@ class UnlearningResult:
         }
 
     def warnings(self) -> list[str]:
-        """What is probably wrong with the training, and what to change; empty if nothing is."""
+        """Probable mistakes in the training, and remedies."""
         before, after = self.before, self.after
         problems = []
         if self.rounding > LOST_TO_ROUNDING:
@@ -304,7 +304,7 @@ class UnlearningTask:
         return result
 
     def _prepare(self) -> None:
-        """Check what can be checked before the model is loaded."""
+        """The checks that need no model, and the settings that follow from them."""
         options, rule, observer = self.options, self.stopping_rule, self.observer
         self.objective = check_options(options, rule.goal if rule else None)
         options = in_float32_if_private(options, observer)
@@ -436,7 +436,7 @@ class UnlearningTask:
     def _with_references(
         self, model: PreTrainedModel, examples: Mapping[str, Sequence[Example]]
     ) -> dict[str, ExampleSet]:
-        """Each set with what the frozen copy says of it.
+        """Each set with the outputs of the frozen copy.
 
         That is ``model`` or, where the reference file is read, round 1's; else it is kept in that file, if there is
         one, for later rounds.
@@ -522,8 +522,8 @@ class UnlearningTask:
         return checkpoints, steps_done
 
     def _digest_of_training(self) -> str:
-        """SHA-256 of everything that decides what the training does, in hexadecimal: only the same one may be
-        resumed."""
+        """SHA-256 of everything that the result of the training depends on, in hexadecimal: only the same one may
+        be resumed."""
         decided = decisive_options(self.options) | {"reference_file": self.reference_file is not None}
         decided["micro_batch_size"] = self.options.training.micro_batch_size  # the Trainer counts them in checkpoints
         stopping = None
@@ -564,8 +564,7 @@ class UnlearningTask:
         before: Measured | None,
         probabilities: Sequence[float] | None,
     ) -> EarlyStopping | None:
-        """Give the objective the level of its loss; what ends the training once it is done, None for one of a number of
-        epochs.
+        """Give the objective the level of its loss; returns the early stopping, None for a number of epochs.
 
         The level comes from how probable answers are that a model does not know, and from the noise of the copy; for a
         number of epochs, it is the usual one or, where the copy does not know the records, one that pulls all the same.
@@ -576,7 +575,7 @@ class UnlearningTask:
         if self.stopping_rule:
             at_once = scored_at_once(options.training, to_train.device)
             public = None
-            examples = {name: each.examples for name, each in sets.items()}
+            examples = {name: example_set.examples for name, example_set in sets.items()}
             if self.checks and self.checks.public is not None:
                 self.observer.stage("score the public model", 1, "done")
                 public = probabilities_under(self.checks.public, examples["forget"], at_once, options.training.device)
@@ -648,7 +647,7 @@ class UnlearningTask:
             return None
 
     def _write_delta(self, trained: PreTrainedModel, tags: dict[str, str] | None) -> tuple[float, float]:
-        """Write the change of ``trained``; its norm, and the norm of what rounding took off it, relative to that."""
+        """Write the change of ``trained``; returns its norm, and the relative error of rounding."""
         if self.output is None:
             for _ in self.change.tensors(trained):  # gathering a shard needs all processes
                 pass
@@ -673,7 +672,7 @@ class UnlearningTask:
 
 
 def probabilities_under(public: str, examples: Sequence[Example], at_once: int, device: str) -> list[float]:
-    """How probable the model at ``public`` makes the answers, record by record."""
+    """The probability of each record's answer under the model at ``public``."""
     model, _ = load(open_model(public), torch.float32, device)
     if max(max(example.ids) for example in examples) >= vocabulary_size(model):
         raise MpuError(f"{public}: has fewer tokens than the model", "name the model that the server's came from")

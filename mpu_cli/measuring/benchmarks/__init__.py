@@ -43,8 +43,8 @@ def known_metrics() -> dict[str, Metric]:
 
 
 def benchmark_of(options: Measuring, log: RetainLog | None, observer: Observer = SILENT) -> Benchmark:
-    """The benchmark that --benchmark names, with the attacks that --attacks names; reports to ``observer`` what is read
-    from each file.
+    """The benchmark that --benchmark names, with the attacks that --attacks names; the files read are
+    reported to ``observer``.
 
     Raises UsageError for records or attacks that do not go with it.
     """

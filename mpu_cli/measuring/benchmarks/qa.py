@@ -27,7 +27,7 @@ def own_records(
 ) -> Benchmark:
     """A user's own questions and answers or texts, scored as they are trained, with paraphrased and wrong answers if
     the records of a set have them."""
-    sets = {name: each for name, each in zip(SETS, (forget, retain, holdout), strict=True) if each}
+    sets = {name: rows for name, rows in zip(SETS, (forget, retain, holdout), strict=True) if rows}
     if "forget" not in sets:
         raise MpuError("no records to forget", "specify them with --forget")
     if repeated := {record.key for _, record in forget} & {record.key for _, record in holdout}:
@@ -75,7 +75,7 @@ def _split(name: str, rows: Sequence[Question]) -> Split:
 
 
 def _truth_ratio(name: str, rows: Sequence[Row]) -> dict[str, Metric]:
-    """The truth ratio of a set and what it is computed from; without a value if some records lack what others have."""
+    """The truth ratio of a set and the metrics behind it; without a value if some records lack the fields of others."""
     complete = [
         isinstance(fields, dict) and all(fields.get(field) for field in TRUTH_RATIO_FIELDS) for _, fields in rows
     ]
@@ -106,8 +106,8 @@ def read_own(
         report_rows(source, [row for row, _ in parsed], set(), observer)
         questions: list[Question] = []
         for (_, fields), record in parsed:
-            for each in records_of_turns(record, reading.turns):
-                questions.append(((each.location, fields), each))
+            for answered in records_of_turns(record, reading.turns):
+                questions.append(((answered.location, fields), answered))
         return questions
 
     sets = []
