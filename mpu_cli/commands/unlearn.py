@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -92,8 +92,8 @@ class UnlearnPlan:
             raise MpuError(f"{target}: already exists, and is not the delta of {copy}", "use --force to replace it")
         return True
 
-    def carry_out(self, observer: Observer = SILENT) -> Iterator[Unlearned]:
-        """The outcome for each copy, as soon as it is done.
+    def carry_out(self, observer: Observer = SILENT) -> list[Unlearned]:
+        """The outcome for each copy, reported to ``observer`` as soon as it is there.
 
         With --resume, copies that have their delta are passed over.
         """
@@ -102,16 +102,19 @@ class UnlearnPlan:
         from mpu_cli.model.source import open_model
 
         command = self.command
+        for warning in self.warnings:
+            observer.warn(warning)
         if not command.logging.resume and process_count() == 1:  # before the first training, not after it
             for target in self.targets.values():
                 Transaction(force=command.force).check(target, target.is_dir())
+        outcomes = []
         schedules: dict[tuple[str, int] | None, RoundSchedule] = {}  # by run and round, of the first copy
         for copy, target in self.targets.items():
             with opened_copy(copy, command.identity, observer) as source:
                 if self.passes_over(copy, Path(source)):
                     observer.note(f"{name_of_copy(copy)}: {target} is there already")
                     shutil.rmtree(resume_folder(target), ignore_errors=True)  # left if it was killed before that
-                    yield Unlearned(copy, target, None, record_warnings=self.warnings)
+                    outcomes.append(Unlearned(copy, target, None, record_warnings=self.warnings))
                     continue
                 manifest = read_copy_manifest(Path(source)) if Path(source).is_dir() else None
                 round_id = (manifest.run, manifest.round) if manifest else None
@@ -125,7 +128,39 @@ class UnlearnPlan:
                         open_model(source, links=False), target, self.data.forget[: command.show],
                         self.options.prompts, self.options.training.device,
                     )  # fmt: skip
-            yield Unlearned(copy, target, result, answers, self.warnings)
+            outcomes.append(Unlearned(copy, target, result, answers, self.warnings))
+            if result.is_main_process:
+                self._tell(copy, manifest, result, observer)
+                for answer in answers:
+                    observer.show(str(answer))
+        return outcomes
+
+    def _tell(self, copy: str, manifest: CopyManifest | None, result: UnlearningResult, observer: Observer) -> None:
+        """The outcome of one copy."""
+        if result.schedule and manifest and manifest.copies > len(self.targets):
+            schedule = ":".join(f"{value:g}" for value in astuple(result.schedule))
+            observer.note(
+                f"other copies of this publication, if another machine trains them, take --round-schedule {schedule}"
+            )
+        dtype = self.options.delta_dtype
+        rounded = f" ({result.rounding:.2%} of it lost to {dtype})" if dtype else ""
+        observer.note(result.summary(name_of_copy(copy), self.options.algo) + rounded)
+        for warning in result.warnings():
+            observer.warn(warning)
+        if result.spent:
+            privacy, total = self.options.privacy, result.spent["epsilon_of_ledger"]
+            together = "each further delta of these records spends more"
+            if result.earlier:
+                together = f"with the {result.earlier} trainings before it: ε = {total:.3g}"
+                if math.isinf(total):
+                    together = (
+                        f"with the {result.earlier} trainings before it, no bound holds: some had no --dp epsilon"
+                    )
+            observer.note(
+                f"privacy: this delta protects each {privacy.dp_unit or 'record'} with ε = "
+                f"{result.spent['epsilon']:.3g} at δ = {privacy.dp_delta:g} (neighbours: {privacy.dp_neighbours}); "
+                f"{together}"
+            )
 
     def _note(
         self, copy: str, manifest: CopyManifest | None, observer: Observer, result: UnlearningResult, written: Path
@@ -342,20 +377,7 @@ class Unlearn(Command):
 
     def run(self, observer: Observer = SILENT) -> list[Unlearned]:
         """The deltas of all copies; warnings go to ``observer``."""
-        return self.carry_out(self.plan(observer), observer)
-
-    def carry_out(self, plan: UnlearnPlan, observer: Observer) -> list[Unlearned]:
-        """Carry out ``plan``, and report to ``observer``."""
-        for warning in plan.warnings:
-            observer.warn(warning)
-        outcomes = []
-        for outcome in plan.carry_out(observer):
-            if outcome.result and outcome.result.is_main_process:
-                self._tell(outcome.copy, outcome.result, observer)
-                for answer in outcome.answers:
-                    observer.show(str(answer))
-            outcomes.append(outcome)
-        return outcomes
+        return self.plan(observer).carry_out(observer)
 
     def report(self, outcomes: list[Unlearned], observer: Observer) -> Report:
         if any(outcome.result and not outcome.result.is_main_process for outcome in outcomes):
@@ -379,27 +401,6 @@ class Unlearn(Command):
         )
         document = documents[0] if len(documents) == 1 else {"deltas": documents}
         return Report([outcome.delta for outcome in outcomes], document)
-
-    def _tell(self, copy: str, result: UnlearningResult, observer: Observer) -> None:
-        """The outcome of one copy."""
-        manifest = read_copy_manifest(Path(copy)) if Path(copy).is_dir() else None
-        if result.schedule and manifest and manifest.copies > len(self.copies):
-            schedule = ":".join(f"{value:g}" for value in astuple(result.schedule))
-            observer.note(
-                f"other copies of this publication, if another machine trains them, take --round-schedule {schedule}"
-            )
-        dtype = self.unlearning.delta_dtype
-        rounded = f" ({result.rounding:.2%} of it lost to {dtype})" if dtype else ""
-        observer.note(result.summary(name_of_copy(copy), self.unlearning.algo) + rounded)
-        for warning in result.warnings():
-            observer.warn(warning)
-        if result.spent:
-            privacy = self.unlearning.privacy
-            observer.note(
-                f"privacy: this delta protects each {privacy.dp_unit or 'record'} with ε = "
-                f"{result.spent['epsilon']:.3g} at δ = {privacy.dp_delta:g} (neighbours: {privacy.dp_neighbours}); "
-                f"{_spent_together(result.spent, result.earlier)}"
-            )
 
     def _targets(self, copies: Sequence[str]) -> dict[str, Path]:
         """The path of each copy's delta."""
@@ -506,17 +507,17 @@ def _round_schedule(text: str) -> RoundSchedule:
     try:
         steps, level, scale, alpha = text.split(":")
         schedule = RoundSchedule(int(steps), float(level), float(scale), float(alpha))
+        is_likely = (
+            0 < schedule.steps < 1_000_000
+            and -100 < schedule.level < 0 < schedule.scale < 10
+            and 0 <= schedule.alpha < 1e6
+        )
+        if not is_likely:
+            raise ValueError(text)
     except ValueError as error:
         raise UsageError(
             f"--round-schedule {text}: not a schedule", "give it as `mpu unlearn` printed it, such as 60:-6.5:1:10"
         ) from error
-    is_likely = (
-        0 < schedule.steps < 1_000_000 and -100 < schedule.level < 0 < schedule.scale < 10 and 0 <= schedule.alpha < 1e6
-    )
-    if not is_likely:
-        raise UsageError(
-            f"--round-schedule {text}: not a schedule", "give it as `mpu unlearn` printed it, such as 60:-6.5:1:10"
-        )
     return schedule
 
 
@@ -528,13 +529,3 @@ def memory_of(memory: Memory, work: Work) -> str:
         f"activations and logits of {counted(work.rows, 'record')} of {counted(work.length, 'token')} "
         f"{in_bytes(memory.activations + memory.logits)}"
     )
-
-
-def _spent_together(spent: Mapping[str, float], earlier: int) -> str:
-    """The privacy that this delta spends together with those before it."""
-    if not earlier:
-        return "each further delta of these records spends more"
-    total = spent["epsilon_of_ledger"]
-    if math.isinf(total):
-        return f"with the {earlier} trainings before it, no bound holds: some had no --dp epsilon"
-    return f"with the {earlier} trainings before it: ε = {total:.3g}"

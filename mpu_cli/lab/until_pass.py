@@ -118,7 +118,7 @@ class _Rounds:
             alone=True,
         )
         # A rehearsal is none of the user's own trainings and requests.
-        unlearn.carry_out(replace(unlearn.plan(observer), notes=self.folder / "client"), observer)
+        replace(unlearn.plan(observer), notes=self.folder / "client").carry_out(observer)
         aggregate = Aggregate(
             deltas=[str(deltas)],
             keys=[self._server(number) / "keys.bin"],
