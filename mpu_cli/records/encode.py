@@ -61,6 +61,9 @@ class Example:
     content_end: int = field(default=0, compare=False)
 
 
+Outcome = list[Example] | MpuError  # of a record
+
+
 @dataclass(frozen=True)
 class Encoding:
     """A way to tokenize records, and the places of records that are remarkable, noted while they are encoded."""
@@ -103,7 +106,7 @@ class Encoding:
             examples += outcome
         return examples
 
-    def encode_each(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
+    def encode_each(self, records: Sequence[Record]) -> list[Outcome]:
         """The examples of each record, or its error."""
         templated = self.template == "chat" or (self.template is None and self.tokenizer.chat_template)
         dialogues = [record for record in records if record.turns]
@@ -116,7 +119,7 @@ class Encoding:
         outcomes = [next(of_dialogues if record.turns else of_texts) for record in records]
         return list(map(self._within_limits, records, outcomes))
 
-    def _within_limits(self, record: Record, outcome: list[Example] | MpuError) -> list[Example] | MpuError:
+    def _within_limits(self, record: Record, outcome: Outcome) -> Outcome:
         """``outcome``, or an error if it has tokens that the model lacks; a record that is long for the model is
         noted."""
         if isinstance(outcome, MpuError):
@@ -165,9 +168,9 @@ class Encoding:
             )
         return remarks
 
-    def _texts(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
+    def _texts(self, records: Sequence[Record]) -> list[Outcome]:
         step = min(TEXT_TOKENS, self.limits.longest or TEXT_TOKENS, self.truncate_to or TEXT_TOKENS)
-        outcomes: list[list[Example] | MpuError] = []
+        outcomes: list[Outcome] = []
         for record, ids in zip(records, tokens.of_texts(self.tokenizer, [r.answer for r in records]), strict=True):
             if isinstance(ids, ValueError):
                 outcomes.append(tokens.rejection(ids, record.location))
@@ -204,7 +207,7 @@ class Encoding:
             return {key: part if key == "role" else self._masked(part) for key, part in value.items()}
         return [self._masked(part) for part in value] if isinstance(value, list | tuple) else value
 
-    def _chat(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
+    def _chat(self, records: Sequence[Record]) -> list[Outcome]:
         if not records:
             return []
         if not self.tokenizer.chat_template:
@@ -224,7 +227,7 @@ class Encoding:
         printed = [text for text in texts if isinstance(text, str)]
         tokenized = iter(tokens.with_offsets(self.tokenizer, printed, special=False))
         self._note_omissions(records, prompts, texts)
-        outcomes: list[list[Example] | MpuError] = []
+        outcomes: list[Outcome] = []
         for record, text, other, marked in zip(records, texts, other_texts, masked_texts, strict=True):
             if isinstance(text, ValueError):
                 outcomes.append(tokens.rejection(text, record.location, _hint(record, text)))
@@ -285,7 +288,7 @@ class Encoding:
             if isinstance(text, str) and not all(turn.content.strip() in text for turn in turns):
                 self.omitted.setdefault("content", []).append(record.location)
 
-    def _plain(self, records: Sequence[Record]) -> list[list[Example] | MpuError]:
+    def _plain(self, records: Sequence[Record]) -> list[Outcome]:
         prompts = []
         for record in records:
             prompt = ""
@@ -301,7 +304,7 @@ class Encoding:
             for turn in (*record.turns, record.answer_turn):
                 for name in OMITTABLE & {name for name, _ in turn.fields}:
                     self.omitted.setdefault(name, []).append(record.location)
-        outcomes: list[list[Example] | MpuError] = []
+        outcomes: list[Outcome] = []
         tokenized = tokens.with_offsets(self.tokenizer, texts)
         for record, prompt, text, outcome in zip(records, prompts, texts, tokenized, strict=True):
             if isinstance(outcome, ValueError):
@@ -315,9 +318,7 @@ class Encoding:
             outcomes.append(self._example(record, text, ended, len(prompt), len(text)))
         return outcomes
 
-    def _example(
-        self, record: Record, text: str, tokenized: TokenizedText, begin: int, end: int
-    ) -> list[Example] | MpuError:
+    def _example(self, record: Record, text: str, tokenized: TokenizedText, begin: int, end: int) -> Outcome:
         """The example of a record whose answer is the characters of ``text`` from ``begin`` to ``end``."""
         ids = tokenized.ids
         offsets, special = tokenized.offsets, self._special_ids

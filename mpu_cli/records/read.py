@@ -85,6 +85,11 @@ Row = tuple[str, object]  # its place, for messages, and what it holds
 Rows = Iterator[Row]
 
 
+def _numbered(place: str | Path, rows: Iterable[object]) -> Rows:
+    """``rows`` of ``place`` with their places."""
+    return ((f"{place}, record {number}", row) for number, row in enumerate(rows, 1))
+
+
 def suffix_of(path: Path) -> str:
     """The suffix for the contents of a file, in lower case and without that of a compression."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
@@ -256,8 +261,7 @@ def saved_dataset_rows(folder: Path, split: str | None) -> Rows:
         [split] = names
     source = folder / split if split else folder
     try:
-        rows = datasets.load_from_disk(str(source))
-        yield from ((f"{source}, record {i}", row) for i, row in enumerate(rows, 1))
+        yield from _numbered(source, datasets.load_from_disk(str(source)))
     except (OSError, ValueError, KeyError, TypeError, datasets.exceptions.DatasetsError) as error:
         raise MpuError(f"{source}: not a data set that save_to_disk wrote ({first_line(error)})") from error
 
@@ -373,7 +377,7 @@ def _json_rows(text: str, path: Path, suffix: str) -> Rows:
     if text.lstrip().startswith("[") or suffix not in JSON_LINES_SUFFIXES:
         records = _document_records(text, path)
         if records is not None:
-            yield from ((f"{path}, record {i}", value) for i, value in enumerate(records, 1))
+            yield from _numbered(path, records)
             return
     for number, line in enumerate(text.split("\n"), 1):
         if line.strip():
@@ -452,8 +456,12 @@ def _cell(text: str) -> str:
 def _delimiter(table: str, header: str, path: Path) -> str:
     """The one of DELIMITERS that gives the header most columns, of those by which the first rows have as many as the
     header, if there are some."""
-    counts = {mark: _column_count(header, mark) for mark in DELIMITERS}
-    fitting = [mark for mark, count in counts.items() if count > 1 and _has_columns(table, mark, count)]
+    counts = {mark: next(iter(_widths(header, mark)), 0) for mark in DELIMITERS}
+    fitting = []
+    for mark, count in counts.items():
+        widths = {*_widths(table, mark)} if count > 1 else set()
+        if widths and widths <= {0, count}:
+            fitting.append(mark)
     marks = fitting or DELIMITERS
     most = max(counts[mark] for mark in marks)
     widest = [mark for mark in marks if counts[mark] == most]
@@ -465,37 +473,30 @@ def _delimiter(table: str, header: str, path: Path) -> str:
     return widest[0]
 
 
-def _has_columns(table: str, delimiter: str, count: int) -> bool:
+def _widths(table: str, delimiter: str) -> list[int]:
+    """The numbers of columns of the first rows; none if they are not delimited so."""
+    reader = csv.reader(io.StringIO(table, newline=""), delimiter=delimiter, strict=True)
     try:
-        rows = islice(csv.reader(io.StringIO(table, newline=""), delimiter=delimiter, strict=True), SAMPLED_ROWS)
-        return all(len(row) in (0, count) for row in rows)
+        return [len(row) for row in islice(reader, SAMPLED_ROWS)]
     except csv.Error:
-        return False
+        return []
 
 
-def _column_count(header: str, delimiter: str) -> int:
-    try:
-        return len(next(csv.reader([header], delimiter=delimiter, strict=True), []))
-    except csv.Error:
-        return 0
-
-
-def rows_through_datasets(source: str, loader: str, **arguments: object) -> Rows:
+def _rows_of_hub(name: str, config: str | None, split: str | None) -> Rows:
     """Rows read by Hugging Face datasets, with a temporary cache: records are private and must not be left behind."""
     import datasets
 
     datasets.disable_progress_bars()
     with private_scratch() as cache:
         try:
-            rows = datasets.load_dataset(loader, cache_dir=str(cache), **arguments)
-            yield from ((f"{source}, record {i}", row) for i, row in enumerate(rows, 1))
-        except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
-            hint = (
-                "if the Hub cannot be reached, pass a local folder with --reading data_dir"
-                if loader == source
-                else None
+            yield from _numbered(
+                name, datasets.load_dataset(name, name=config, split=split or "train", cache_dir=str(cache))
             )
-            raise MpuError(f"{source}: cannot be loaded ({first_line(error)})", hint) from error
+        except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
+            raise MpuError(
+                f"{name}: cannot be loaded ({first_line(error)})",
+                "if the Hub cannot be reached, pass a local folder with --reading data_dir",
+            ) from error
 
 
 HUB_PREFIX = "hub:"
@@ -675,7 +676,12 @@ def benchmark_rows(corpus: Corpus, split: str, data_dir: Path | None, config: st
     if data_dir and not data_dir.is_dir():
         raise MpuError(f"--reading data_dir={data_dir}: no such directory")
     if data_dir is None:
-        return _long_enough(corpus, _rows_of_corpus(corpus, split, config))
+        repository, config = GATED.get(split, corpus.repository), config or corpus.config
+        if split in GATED:
+            config, split = None, "train"
+        elif config is None:
+            config, split = split, "train"
+        return _long_enough(corpus, _rows_of_hub(repository, config, split))
     folder = data_dir / config if config else data_dir
     for suffix in (".json", ".jsonl"):
         if (folder / f"{split}{suffix}").is_file():
@@ -687,14 +693,6 @@ def benchmark_rows(corpus: Corpus, split: str, data_dir: Path | None, config: st
     raise MpuError(f"{folder}: no split {split!r} of {corpus.name} (available: {available})")
 
 
-def _rows_of_corpus(corpus: Corpus, split: str, config: str | None) -> Iterator[Row]:
-    if split in GATED:
-        return _rows_of_hub(GATED[split], None, "train")
-    if config := config or corpus.config:
-        return _rows_of_hub(corpus.repository, config, split)
-    return _rows_of_hub(corpus.repository, split, "train")
-
-
 def _long_enough(corpus: Corpus, rows: Iterable[Row]) -> list[Row]:
     """``rows``, without the short texts of corpora that are lines of documents."""
     long_rows = []
@@ -703,10 +701,6 @@ def _long_enough(corpus: Corpus, rows: Iterable[Row]) -> list[Row]:
         if not isinstance(text, str) or len(text) >= corpus.shortest:
             long_rows.append((location, row))
     return long_rows
-
-
-def _rows_of_hub(name: str, config: str | None, split: str | None) -> Iterator[Row]:
-    yield from rows_through_datasets(name, name, name=config, split=split or "train")
 
 
 def paragraphs_in(record: Record) -> int:

@@ -3,9 +3,9 @@ process with limits before this one tokenizes it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from mpu_cli.errors import MpuError
@@ -19,6 +19,7 @@ TOKENS_PER_CHARACTER, MORE = 8, 1_000  # tokens for each character (its bytes ar
 LONGEST_TEXT = 1_000  # characters for each token
 
 Tokens = list[int]
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -71,10 +72,9 @@ def of_texts(
 
     Raises LimitError if that takes too much.
     """
-    failed = _failures(tokenizer, texts, special)
-    possible = [text for i, text in enumerate(texts) if i not in failed]
-    ids = iter(tokenizer(possible, add_special_tokens=special).input_ids if possible else ())
-    return [failed[i] if i in failed else next(ids) for i in range(len(texts))]
+    return _within_limits(
+        tokenizer, texts, special, lambda possible: tokenizer(possible, add_special_tokens=special).input_ids
+    )
 
 
 def decode(
@@ -101,17 +101,20 @@ def with_offsets(
 ) -> list[TokenizedText | ValueError]:
     """The tokens of each text as in ``of_texts``, with the characters that each token stands for; without ``controls``,
     the names of control tokens are text like any other."""
-    failed = _failures(tokenizer, texts, special)
-    possible = [text for i, text in enumerate(texts) if i not in failed]
-    if not tokenizer.is_fast:
-        tokenized = iter([_offsets_by_decoding(tokenizer, text, special, controls) for text in possible])
-    else:
-        tokenized = iter(_offsets_of_backend(tokenizer, possible, special, controls))
-    return [failed[i] if i in failed else next(tokenized) for i in range(len(texts))]
+
+    def tokenize(possible: list[str]) -> list[TokenizedText]:
+        if tokenizer.is_fast:
+            return _offsets_of_backend(tokenizer, possible, special, controls)
+        return [_offsets_by_decoding(tokenizer, text, special, controls) for text in possible]
+
+    return _within_limits(tokenizer, texts, special, tokenize)
 
 
-def _failures(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool) -> dict[int, ValueError]:
-    """The errors of texts that cannot be tokenized, by index, found out in the process with limits."""
+def _within_limits(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool,
+    tokenize: Callable[[list[str]], Iterable[Value]],
+) -> list[Value | ValueError]:  # fmt: skip
+    """Each text by ``tokenize``, or the error if it cannot be tokenized, found out in the process with limits."""
     failed: dict[int, ValueError] = {}
     if texts and (json := _backend_json(tokenizer)):
         for i, (worked, outcome) in enumerate(PROCESS.tokenize(json, texts, special)):
@@ -119,7 +122,9 @@ def _failures(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special:
                 failed[i] = ValueError(outcome)
             elif outcome > TOKENS_PER_CHARACTER * len(texts[i]) + MORE:
                 failed[i] = ValueError(f"{len(texts[i])} characters become {outcome:,} tokens")
-    return failed
+    possible = [text for i, text in enumerate(texts) if i not in failed]
+    tokenized = iter(tokenize(possible) if possible else ())
+    return [failed[i] if i in failed else next(tokenized) for i in range(len(texts))]
 
 
 _JSON: WeakKeyDictionary[PreTrainedTokenizerBase, str] = WeakKeyDictionary()
@@ -137,8 +142,6 @@ def _backend_json(tokenizer: PreTrainedTokenizerBase) -> str:
 def _offsets_of_backend(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool, controls: bool
 ) -> list[TokenizedText]:
-    if not texts:
-        return []
     encoded = tokenizer(
         list(texts), add_special_tokens=special, return_offsets_mapping=True, return_special_tokens_mask=True,
         split_special_tokens=not controls,
