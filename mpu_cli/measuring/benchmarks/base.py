@@ -124,6 +124,21 @@ def _with_answer(record: Record, answer: str) -> Record:
     return replace(record, answer=answer, answer_fields=())
 
 
+def truth_ratio(name: str) -> dict[str, Metric]:
+    """The truth ratio of a set, and the metrics behind it."""
+    right, wrong = f"{name}_Q_A_PARA_Prob", f"{name}_Q_A_PERT_Prob"
+    return {
+        right: metrics.paraphrased_probability(name),
+        wrong: metrics.perturbed_probability(name),
+        truth_ratio_name(name): metrics.truth_ratio(right, wrong, forget=name == "forget"),
+    }
+
+
+def truth_ratio_name(name: str) -> str:
+    """OpenUnlearning's name of the truth ratio of a set."""
+    return "forget_truth_ratio" if name == "forget" else f"{name}_Truth_Ratio"
+
+
 def forget_quality(benchmark: str, forget: Split, retain: RetainLog) -> Metric:
     def ratios() -> list[float]:
         retain.check_made_on(benchmark, {})

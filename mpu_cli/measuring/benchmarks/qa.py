@@ -6,7 +6,15 @@ from collections.abc import Mapping, Sequence
 
 from mpu_cli.errors import MpuError
 from mpu_cli.measuring import metrics
-from mpu_cli.measuring.benchmarks.base import Benchmark, Split, forget_quality, forgetting, questions
+from mpu_cli.measuring.benchmarks.base import (
+    Benchmark,
+    Split,
+    forget_quality,
+    forgetting,
+    questions,
+    truth_ratio,
+    truth_ratio_name,
+)
 from mpu_cli.measuring.metrics import Metric
 from mpu_cli.measuring.retain import RetainLog
 from mpu_cli.measuring.words import is_cut_by_rouge
@@ -81,40 +89,27 @@ def _truth_ratio(name: str, rows: Sequence[Row]) -> dict[str, Metric]:
     ]
     if not any(complete):
         return {}
-    ratio = "forget_truth_ratio" if name == "forget" else "retain_Truth_Ratio"
     if not all(complete):
         location = rows[complete.index(False)][0]
         reason = (
             f"{location} has no {' or no '.join(TRUTH_RATIO_FIELDS)}, as {complete.count(False)} of {len(rows)} records"
         )
-        return {ratio: metrics.unavailable(reason)}
-    right, wrong = f"{name}_Q_A_PARA_Prob", f"{name}_Q_A_PERT_Prob"
-    return {
-        right: metrics.paraphrased_probability(name),
-        wrong: metrics.perturbed_probability(name),
-        ratio: metrics.truth_ratio(right, wrong, forget=name == "forget"),
-    }
+        return {truth_ratio_name(name): metrics.unavailable(reason)}
+    return truth_ratio(name)
 
 
 def read_own(
     sources: Mapping[str, str | None], reading: RecordFormat, observer: Observer = SILENT
 ) -> list[list[Question]]:
     """Forget, retain and holdout records, of any form that training reads, from ``sources`` by the name of the set."""
-
-    def questions_in(source: str) -> list[Question]:
-        parsed = parsed_rows(source, reading, observer)
-        report_rows(source, [row for row, _ in parsed], set(), observer)
-        questions: list[Question] = []
-        for (_, fields), record in parsed:
-            for answered in records_of_turns(record, reading.turns):
-                questions.append(((answered.location, fields), answered))
-        return questions
-
     sets = []
     for name in SETS:
         questions: list[Question] = []
         for source in (sources[name] or "").splitlines():  # --forget, repeated, is a source a line
-            questions += questions_in(source)
+            parsed = parsed_rows(source, reading, observer)
+            report_rows(source, [row for row, _ in parsed], set(), observer)
+            for (_, fields), record in parsed:
+                questions += [((part.location, fields), part) for part in records_of_turns(record, reading.turns)]
         sets.append(questions)
     return sets
 

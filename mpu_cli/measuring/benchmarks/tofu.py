@@ -7,7 +7,15 @@ from pathlib import Path
 
 from mpu_cli.errors import UsageError
 from mpu_cli.measuring import metrics
-from mpu_cli.measuring.benchmarks.base import Benchmark, Split, forget_quality, forgetting, questions
+from mpu_cli.measuring.benchmarks.base import (
+    Benchmark,
+    Split,
+    forget_quality,
+    forgetting,
+    questions,
+    truth_ratio,
+)
+from mpu_cli.measuring.metrics import Metric
 from mpu_cli.measuring.retain import RetainLog
 from mpu_cli.observer import Observer
 from mpu_cli.options.evaluation import Measuring
@@ -35,18 +43,13 @@ def tofu(forget_split: str, data_dir: Path | None, retain: RetainLog | None) -> 
         name: Split(name, source, partial(benchmark_rows, CORPORA["tofu"], source, data_dir), questions)
         for name, source in names.items()
     }
-    table = {
-        "forget_Q_A_Prob": metrics.probability("forget"),
-        "forget_Q_A_PARA_Prob": metrics.paraphrased_probability("forget"),
-        "forget_Q_A_PERT_Prob": metrics.perturbed_probability("forget"),
-        "forget_Q_A_ROUGE": metrics.rouge("forget", "rougeL_recall"),
-        "forget_truth_ratio": metrics.truth_ratio("forget_Q_A_PARA_Prob", "forget_Q_A_PERT_Prob", forget=True),
-        "retain_Q_A_Prob": metrics.probability("retain"),
-        "retain_Q_A_PARA_Prob": metrics.paraphrased_probability("retain"),
-        "retain_Q_A_PERT_Prob": metrics.perturbed_probability("retain"),
-        "retain_Q_A_ROUGE": metrics.rouge("retain", "rougeL_recall"),
-        "retain_Truth_Ratio": metrics.truth_ratio("retain_Q_A_PARA_Prob", "retain_Q_A_PERT_Prob", forget=False),
-    }
+    table: dict[str, Metric] = {}
+    for name in ("forget", "retain"):
+        table |= {
+            f"{name}_Q_A_Prob": metrics.probability(name),
+            f"{name}_Q_A_ROUGE": metrics.rouge(name, "rougeL_recall"),
+            **truth_ratio(name),
+        }
     for general in ("ra", "wf"):
         right, wrong = f"{general}_Q_A_Prob", f"{general}_Q_A_PERT_Prob"
         table |= {
