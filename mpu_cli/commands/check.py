@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -23,9 +23,9 @@ from mpu_cli.wording import command_line
 
 if TYPE_CHECKING:
     from mpu_cli.measuring.receipt import CopyFacts, Receipt
-    from mpu_cli.measuring.verdict import RecordScores, Verdict
+    from mpu_cli.measuring.verdict import Scores, Verdict
     from mpu_cli.model.source import Model
-    from mpu_cli.records.forms import Record
+    from mpu_cli.records.forms import Record, RecordSets
 
 SETS = {  # as the table calls them
     "forget": "to forget", "held_out": "to keep, held out", "retain": "to keep, trained on", "unseen": "never seen",
@@ -155,7 +155,7 @@ class Check(Command):
         observer.note(f"from your request on copy {request.copy} of run {request.run}: {shown}")
         return replace(self, checking=checking, before=before)
 
-    def _check(self, copy: Model, sets: Mapping[str, Sequence[Record]], observer: Observer) -> Checked:
+    def _check(self, copy: Model, sets: RecordSets, observer: Observer) -> Checked:
         from mpu_cli.files.reader import fingerprint
         from mpu_cli.files.sealing import opened_copy
         from mpu_cli.measuring.receipt import commit_to, new_receipt, with_signature
@@ -283,7 +283,7 @@ def _tell_shares(verdict: Verdict, observer: Observer) -> None:
         observer.note(f"kept of the others: {verdict.kept}{trained}; at least {verdict.min_kept:.0%} has to be")
 
 
-def _sets(options: Checking, observer: Observer) -> dict[str, Sequence[Record]]:
+def _sets(options: Checking, observer: Observer) -> RecordSets:
     """The records of each set that has some; those to keep that ``unlearn`` holds out of the training are a set.
 
     Equal records count once: twenty copies of one say no more than one, but would narrow the interval over records.
@@ -305,7 +305,7 @@ def _sets(options: Checking, observer: Observer) -> dict[str, Sequence[Record]]:
     return {name: distinct(records) for name, records in sets.items() if records}
 
 
-def _check_unbounded(sets: Mapping[str, Sequence[Record]]) -> None:
+def _check_unbounded(sets: RecordSets) -> None:
     """Raise MpuError if a training or a release that had a bound read some of these records, whatever it was made from:
     names of runs and copies are the server's."""
     from mpu_cli.training.data import record_tags
@@ -359,9 +359,7 @@ def _check_reading_context(copy: Model, manifest: CopyManifest | None, earlier: 
     )
 
 
-def _scores(
-    model: Model, sets: Mapping[str, Sequence[Record]], options: Checking, label: str, observer: Observer
-) -> dict[str, RecordScores]:
+def _scores(model: Model, sets: RecordSets, options: Checking, label: str, observer: Observer) -> Scores:
     """The probabilities of each set's answers under ``model``, which is loaded once. Nothing is generated: an answer is
     given word for word if each of its tokens is the likeliest after those before it."""
     import torch
@@ -376,7 +374,7 @@ def _scores(
     from mpu_cli.training.checks import check_finite, without_numbers
 
     @releasing_memory  # imported here, with torch, so what it decorates is here, too
-    def score() -> dict[str, RecordScores]:
+    def score() -> Scores:
         scoring, prompts = options.scoring, options.prompts
         if scoring.dtype:
             dtype = TORCH[OPTION[scoring.dtype]]

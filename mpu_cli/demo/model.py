@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from mpu_cli.lab.finetune import memorise
 from mpu_cli.options.unlearning import SYSTEM_PROMPT, Training
 from mpu_cli.records.encode import Encoding, Limits
 from mpu_cli.records.forms import Record
-from mpu_cli.training.loop import Losses
+from mpu_cli.training.loop import Losses, OnStep
 
 BATCH = 25  # records a step
 RATES = ((0.8, 2e-3), (0.2, 2e-4))  # shares of the epochs, and the rates at which they are trained
@@ -63,7 +63,7 @@ def make_model(
     *,
     epochs: int,
     seed: int,
-    on_step: Callable[[Losses, int], None],
+    on_step: OnStep,
     family: str = "llama",
     rates: Sequence[tuple[float, float]] = RATES,
     width: int = 128,
@@ -95,7 +95,7 @@ def finetune_gently(
     *,
     epochs: int,
     seed: int,
-    on_step: Callable[[Losses, int], None],
+    on_step: OnStep,
     device: torch.device,
 ) -> None:
     """Train the model in ``public`` on ``records``, and save it in ``folder``.
@@ -120,7 +120,7 @@ def _train(
     epochs: int,
     rates: Sequence[tuple[float, float]],
     training: Training,
-    on_step: Callable[[Losses, int], None],
+    on_step: OnStep,
 ) -> None:
     encoding = Encoding(tokenizer, limits=Limits(model.config.max_position_embeddings))
     steps = epochs * -(-len(records) // BATCH)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.boundary import private_umask, short_name
 from mpu_cli.files.transaction import Transaction
-from mpu_cli.measuring.benchmarks.base import Benchmark, Split
+from mpu_cli.measuring.benchmarks.base import Benchmark, Items, Split
 from mpu_cli.measuring.encoding import Item, encoder_of
 from mpu_cli.measuring.generation import Served, Shown, reading, remark_on_generation
 from mpu_cli.measuring.metrics import (
@@ -31,8 +31,8 @@ from mpu_cli.measuring.metrics import (
 )
 from mpu_cli.measuring.results import Findings, Subject, digest_of, facts_of, read_findings
 from mpu_cli.measuring.retain import FORMAT, RetainLog, read_retain_log
-from mpu_cli.measuring.run import Advance, Run, load_subject, loaded_for
-from mpu_cli.measuring.scoring import Scorer
+from mpu_cli.measuring.run import Run, load_subject, loaded_for
+from mpu_cli.measuring.scoring import Advance, Scorer
 from mpu_cli.model.device import device_of
 from mpu_cli.model.load import limits_of, longest_input, releasing_memory
 from mpu_cli.model.source import TOKENIZER_FILES, Model, open_model
@@ -172,7 +172,7 @@ def token_hidden_by_the_suite(run: Run, todo: Sequence[Pass]) -> str | None:
     return None
 
 
-def check_ids(items: Sequence[Item | list[Item]], model: PreTrainedModel, source: str) -> None:
+def check_ids(items: Items, model: PreTrainedModel, source: str) -> None:
     """Raises MpuError, with the place, if ``model`` has no embedding for a token or an item is too long for it."""
     rows, longest = model.get_input_embeddings().weight.shape[0], longest_input(model)
     for item in _flat(items):
@@ -184,11 +184,11 @@ def check_ids(items: Sequence[Item | list[Item]], model: PreTrainedModel, source
             raise MpuError(f"{item.location}: {len(item.ids)} tokens, but {source} reads at most {longest}")
 
 
-def _flat(encoded: Sequence[Item | list[Item]]) -> list[Item]:
+def _flat(encoded: Items) -> list[Item]:
     return [*chain(*_item_groups(encoded))]
 
 
-def _item_groups(encoded: Sequence[Item | list[Item]]) -> list[list[Item]]:
+def _item_groups(encoded: Items) -> list[list[Item]]:
     return [items if isinstance(items, list) else [items] for items in encoded]
 
 

@@ -7,7 +7,7 @@ is not the likeliest, plus the likeliest one there. A model that knows an answer
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypedDict
@@ -25,7 +25,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from mpu_cli.errors import MpuError
 from mpu_cli.measuring.encoding import Item, encoder_of
-from mpu_cli.measuring.scoring import ADVICE, TokenScores
+from mpu_cli.measuring.scoring import ADVICE, Advance, TokenScores
 from mpu_cli.model.device import memory_in_mind
 from mpu_cli.model.load import limits_of, load, releasing_memory
 from mpu_cli.model.source import Model
@@ -83,7 +83,7 @@ class Served(Protocol):
         batch_size: int,
         loss_items: Sequence[Item],
         moments: bool = False,
-        advance: Callable[[int], None],
+        advance: Advance,
     ) -> list[TokenScores]: ...
 
     def answer(
@@ -94,7 +94,7 @@ class Served(Protocol):
         limit: int,
         stops: Sequence[str],
         batch_size: int,
-        advance: Callable[[int], None],
+        advance: Advance,
     ) -> list[Answer]: ...
 
 
@@ -109,7 +109,7 @@ def answer(
     stops: Sequence[str] = (),
     batch_size: int,
     longest: int | None = None,
-    advance: Callable[[int], None] = lambda _: None,
+    advance: Advance = SILENT.advance,
 ) -> list[Answer]:
     """The greedy answer of ``model`` to each prompt, at most ``limit`` tokens, cut at the first of ``stops``.
 
@@ -147,7 +147,7 @@ def sample_answers(
     stops: Sequence[str] = (),
     batch_size: int,
     longest: int | None = None,
-    advance: Callable[[int], None] = lambda _: None,
+    advance: Advance = SILENT.advance,
 ) -> list[list[str]]:
     """``count`` answers to each prompt, drawn at temperature 1 from all tokens; the same ones on every call. For the
     rest, see ``answer``."""
@@ -229,7 +229,7 @@ class _Numbers(LogitsProcessor):
 def _generate(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, items: Sequence[Item], prompts: Mapping[int, list[int]],
     *, limit: int, longest: int | None, stops: Sequence[str], ends: set[int], batch_size: int,
-    advance: Callable[[int], None], samples: int | None = None,
+    advance: Advance, samples: int | None = None,
 ) -> Iterator[tuple[int, list[list[int]]]]:  # fmt: skip
     """New tokens for each of ``prompts``, by the number of its item and in this order: the greedy ones, or ``samples``
     drawn sequences. A prompt is that of the item, perhaps with the first tokens of an answer of ``limit`` tokens."""

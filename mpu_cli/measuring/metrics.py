@@ -22,9 +22,10 @@ from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.reader import worker_pool
 from mpu_cli.heap import suit_heap_to
 from mpu_cli.measuring.encoding import Item
-from mpu_cli.measuring.scoring import ADVICE, logits_of, passes_at_once, weights_of
+from mpu_cli.measuring.scoring import ADVICE, Advance, logits_of, passes_at_once, weights_of
 from mpu_cli.measuring.words import AnyScript
 from mpu_cli.model.device import memory_in_mind
+from mpu_cli.observer import SILENT
 from mpu_cli.plugins import load_plugin, reporting_errors
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ GRADIENTS, REFERENCE = "gradnorm", "reference"  # keys of findings that belong t
 
 Findings = Mapping[str, Any]
 MetricResult = dict[str, Any]  # {"agg_value": …, "value_by_index": {"0": {…}}}, as OpenUnlearning writes a metric
+Forms = Mapping[str, MetricResult]  # of the metrics that come before, by name
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class Metric:
     """A metric, computed from findings and from other metrics."""
 
     needs: tuple[str, ...]  # keys of Findings
-    make: Callable[[Findings, Mapping[str, MetricResult]], MetricResult]  # from findings and the metrics before it
+    make: Callable[[Findings, Forms], MetricResult]  # from findings and the metrics before it
     goal: str = UP  # the direction in which its value should go: UP, DOWN, ZERO or RETAIN
     dependencies: tuple[str, ...] = ()  # metrics, which stand before it in its table
     # Raises MpuError, before any pass over the model, for a retain log that the metric cannot be made with.
@@ -90,7 +92,7 @@ def imported_metric(name: str, built_in: Collection[str], splits: Iterable[str])
                 "generated answers (forget.text) and others are measured for a Metric that has them in its needs",
             )
 
-    def make(findings: Findings, forms: Mapping[str, MetricResult]) -> MetricResult:
+    def make(findings: Findings, forms: Forms) -> MetricResult:
         needed = NeededFindings({key: findings[key] for key in metric.needs})
         result = compute(needed, forms) if is_metric else compute(needed)
         form = dict(result) if isinstance(result, Mapping) else {"agg_value": result}
@@ -183,7 +185,7 @@ def perturbed_probability(split: str) -> Metric:
 def normalised_probability(right: str, wrong: str) -> Metric:
     """p(right)/(p(right) + Σ p(wrong)), p = exp(−ℓ) of the true and of each wrong answer; the mean over records."""
 
-    def make(_: Findings, forms: Mapping[str, MetricResult]) -> MetricResult:
+    def make(_: Findings, forms: Forms) -> MetricResult:
         wrongs = forms[wrong]["value_by_index"]
         rows = []
         for index, row in forms[right]["value_by_index"].items():
@@ -200,7 +202,7 @@ def truth_ratio(right: str, wrong: str, *, forget: bool) -> Metric:
     of min(r, 1/r), near 1 if the model distinguishes right from wrong no better than chance; elsewhere the mean of
     max(0, 1 − r)."""
 
-    def make(_: Findings, forms: Mapping[str, MetricResult]) -> MetricResult:
+    def make(_: Findings, forms: Forms) -> MetricResult:
         wrongs = forms[wrong]["value_by_index"]
         rows = []
         for index, row in forms[right]["value_by_index"].items():
@@ -332,7 +334,7 @@ def forget_quality(retain_ratios: Callable[[], Sequence[float]]) -> Metric:
     """p-value of the two-sample Kolmogorov–Smirnov test between this model's truth ratios on the forget set and those
     of the retain model in --retain-log (Maini et al. 2024)."""
 
-    def make(_: Findings, forms: Mapping[str, MetricResult]) -> MetricResult:
+    def make(_: Findings, forms: Forms) -> MetricResult:
         from scipy.stats import ks_2samp
 
         ratios = [row["score"] for row in forms["forget_truth_ratio"]["value_by_index"].values()]
@@ -354,7 +356,7 @@ def privleak(retain_auc: Callable[[], float]) -> Metric:
     """100·((1 − AUC) − (1 − AUC_retain))/(1 − AUC_retain) of mia_min_k; AUC_retain from --retain-log, else 0.5 (Shi et
     al. 2024, arXiv 2407.06460)."""
 
-    def make(_: Findings, forms: Mapping[str, MetricResult]) -> MetricResult:
+    def make(_: Findings, forms: Forms) -> MetricResult:
         return privleak_form(forms["mia_min_k"]["agg_value"], retain_auc())
 
     return Metric((), make, ZERO, dependencies=("mia_min_k",), check=retain_auc)
@@ -365,7 +367,7 @@ def harmonic_mean(parts: tuple[str, ...]) -> Metric:
     """the harmonic mean of probability, ROUGE and truth ratio on the retain set, real authors and world facts (Maini et
     al. 2024)."""
 
-    def make(_: Findings, forms: Mapping[str, MetricResult]) -> MetricResult:
+    def make(_: Findings, forms: Forms) -> MetricResult:
         from scipy.stats import hmean
 
         if missing := [name for name in parts if forms[name]["agg_value"] is None]:
@@ -382,9 +384,7 @@ GRADIENT_BYTES = 1 << 30  # bytes of gradients at once
 NormsOf = Callable[[torch.Tensor, Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
-def gradient_norms(
-    model: PreTrainedModel, items: Sequence[Item], advance: Callable[[int], None] = lambda _: None
-) -> list[float]:
+def gradient_norms(model: PreTrainedModel, items: Sequence[Item], advance: Advance = SILENT.advance) -> list[float]:
     """For each item, the mean over parameters of the 2-norm of the gradient of its mean token loss.
 
     The answer's end is excluded, as OpenUnlearning does; an item with nothing else gives 0.

@@ -13,7 +13,6 @@ import hmac
 import json
 import math
 import secrets
-from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, get_args
@@ -30,7 +29,7 @@ from mpu_cli.files.boundary import Count, Document, RunName, Text, Word, as_entr
 from mpu_cli.files.reader import fingerprint
 from mpu_cli.measuring.verdict import WIDEST, SetScore, Share, Verdict
 from mpu_cli.protocol.keys import Keys
-from mpu_cli.records.forms import Record, digest_of_record
+from mpu_cli.records.forms import RecordSets, digest_of_record
 from mpu_cli.records.knowledge import Tail
 
 if TYPE_CHECKING:
@@ -182,14 +181,14 @@ def opening_key(secret: bytes, nonce: str) -> bytes:
     return HKDF(SHA256(), 32, salt=None, info=f"mpu receipt records {nonce}".encode()).derive(secret)
 
 
-def commit_to(sets: Mapping[str, Sequence[Record]], secret: bytes) -> tuple[str, str]:
+def commit_to(sets: RecordSets, secret: bytes) -> tuple[str, str]:
     """A commitment to the records of ``sets``, by name, under a key that no other receipt has, and the nonce that gives
     this key."""
     nonce = secrets.token_hex(32)
     return commitment_to(sets, opening_key(secret, nonce)), nonce
 
 
-def commitment_to(sets: Mapping[str, Sequence[Record]], key: bytes) -> str:
+def commitment_to(sets: RecordSets, key: bytes) -> str:
     """HMAC-SHA256 of the distinct records to forget, to keep (held out or not) and unseen, in whatever order, in
     hexadecimal: binding, and silent without the key."""
     kept = [*sets.get("retain", ()), *sets.get("held_out", ())]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,13 +13,12 @@ from mpu_cli.measuring.benchmarks.base import Split
 from mpu_cli.measuring.encoding import Encoder, Item, TrainedEncoder
 from mpu_cli.measuring.generation import Answer, Served, answer
 from mpu_cli.measuring.results import Findings, Subject
-from mpu_cli.measuring.scoring import Scorer
+from mpu_cli.measuring.scoring import Advance, Scorer
 from mpu_cli.model.load import load, skeleton, tokenizer_of
 from mpu_cli.model.source import Model
 from mpu_cli.model.staging import add_delta, with_adapter
+from mpu_cli.observer import SILENT
 from mpu_cli.options.evaluation import Measuring
-
-Advance = Callable[[float], None]
 
 
 @dataclass
@@ -83,7 +82,7 @@ class Run:
             longest=self.encoder.encoding.limits.longest, advance=advance,
         )  # fmt: skip
 
-    def losses(self, items: Sequence[Item], advance: Advance = lambda _: None) -> list[float]:
+    def losses(self, items: Sequence[Item], advance: Advance = SILENT.advance) -> list[float]:
         """Mean loss per token of each item, in nats."""
         scores = self.reader.score([], loss_items=items, batch_size=self.batch_size, advance=advance)
         return [score.loss for score in scores]

@@ -24,6 +24,7 @@ from mpu_cli.heap import is_large, suit_heap_to
 from mpu_cli.measuring.encoding import Item
 from mpu_cli.model.device import memory_in_mind
 from mpu_cli.model.network import Head, chunk_of, input_of, separate_head, vocabulary_of
+from mpu_cli.observer import SILENT
 
 # Many items in one pass of a model that reads each token once, however many items begin with it.
 #
@@ -208,6 +209,9 @@ CPU_ROWS = 8  # items whose attention is computed at once: with more, more of it
 MAX_PACK_DIFFERENCE = 1e-3  # nats by which a pack may differ from separate passes; rounding gives 1e-5 in float32
 
 
+Advance = Callable[[float], None]  # reports that so many more records are done
+
+
 @dataclass(frozen=True)
 class TokenScores:
     """For each scored token of one item, on the CPU, (tokens,): cross-entropy and, if requested, log-probability, the
@@ -289,7 +293,7 @@ class Scorer:
         batch_size: int,
         loss_items: Sequence[Item] = (),
         moments: bool = False,
-        advance: Callable[[int], None] = lambda _: None,
+        advance: Advance = SILENT.advance,
     ) -> list[TokenScores]:
         """Scores of ``items`` and then of ``loss_items``, of which nothing but losses is computed.
 

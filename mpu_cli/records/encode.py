@@ -23,7 +23,7 @@ from mpu_cli.files.sandbox import LimitError
 from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT, ChatTemplate, Prompts
 from mpu_cli.records import forms, tokens
 from mpu_cli.records.forms import Record, template_date
-from mpu_cli.records.tokens import TokenizedText
+from mpu_cli.records.tokens import Spans, TokenizedText
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -183,7 +183,7 @@ class Encoding:
             outcomes.append([Example(window, window, len(window)) for window in windows if len(window) > 1])
         return outcomes
 
-    def _marks(self, record: Record, text: str, masked: object = None) -> list[tuple[int, int]]:
+    def _marks(self, record: Record, text: str, masked: object = None) -> Spans:
         """The characters of ``text`` that are names of control tokens and stand for these names; noted.
 
         ``masked``: ``text`` with MASK in their places, where ``text`` has control tokens of the template's, too.

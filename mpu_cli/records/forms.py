@@ -93,6 +93,9 @@ class Record:
         return Turn("assistant", self.answer, self.answer_fields)
 
 
+RecordSets = Mapping[str, Sequence[Record]]  # by name: forget, retain, …
+
+
 def question(text: str, answer: str, location: str = "", alternate: str | None = None) -> Record:
     """A record of one question and its answer."""
     return Record((Turn("user", text),), answer, location, alternate)

@@ -19,6 +19,7 @@ TOKENS_PER_CHARACTER, MORE = 8, 1_000  # tokens for each character (its bytes ar
 LONGEST_TEXT = 1_000  # characters for each token
 
 Tokens = list[int]
+Spans = list[tuple[int, int]]  # of characters: where each begins and ends
 Value = TypeVar("Value")
 
 
@@ -30,7 +31,7 @@ class TokenizedText:
     """
 
     ids: Tokens
-    offsets: list[tuple[int, int]]
+    offsets: Spans
     added: int = 0
 
     def first_after(self, character: int) -> int:
@@ -191,12 +192,12 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
 
 
 def with_controls_as_text(
-    tokenizer: PreTrainedTokenizerBase, text: str, tokenized: TokenizedText, spans: Sequence[tuple[int, int]]
+    tokenizer: PreTrainedTokenizerBase, text: str, tokenized: TokenizedText, spans: Spans
 ) -> TokenizedText:
     """``tokenized``, of ``text``, with the control tokens in these ``spans`` of characters as tokens of their names."""
     controls = control_tokens(tokenizer)
     ids: Tokens = []
-    offsets: list[tuple[int, int]] = []
+    offsets: Spans = []
     for token, (begin, end) in zip(tokenized.ids, tokenized.offsets, strict=True):
         if token in controls and any(begin < last and first < end for first, last in spans):
             name = _as_text(tokenizer, text[begin:end])
@@ -214,7 +215,7 @@ def _as_text(tokenizer: PreTrainedTokenizerBase, name: str) -> TokenizedText:
     if isinstance(outcome, ValueError):
         raise outcome
     ids: Tokens = []
-    offsets: list[tuple[int, int]] = []
+    offsets: Spans = []
     # Leaves out the tokens of the line's end, the first character, and counts places from the name on.
     for token, (begin, end) in zip(outcome.ids, outcome.offsets, strict=True):
         if end > 1:

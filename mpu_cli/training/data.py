@@ -17,7 +17,7 @@ from mpu_cli.model.load import limits_of
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import Privacy, RecordFormat, Records, Unlearning
 from mpu_cli.records.encode import Example, encoding_of
-from mpu_cli.records.forms import Record, remarks_on_overlap, remarks_on_units
+from mpu_cli.records.forms import Record, RecordSets, remarks_on_overlap, remarks_on_units
 from mpu_cli.records.read import paragraphs_in, read_records
 from mpu_cli.text import read_text
 from mpu_cli.training.losses import Objective, objective_of
@@ -78,7 +78,7 @@ class Dataset:
     unseen: Sequence[Record] = ()
 
     @property
-    def sets(self) -> dict[str, Sequence[Record]]:
+    def sets(self) -> RecordSets:
         """All sets of records, by name, also those that are only scored."""
         names = [name for of_option in SETS_OF_OPTION.values() for name in of_option if name != "alternates"]
         return {name: getattr(self, name) for name in names}

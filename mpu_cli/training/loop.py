@@ -50,7 +50,7 @@ from mpu_cli.training.execution import (
 from mpu_cli.training.losses import Objective, Scores, locate_answers
 from mpu_cli.training.optimizers import make_optimizer
 from mpu_cli.training.rates import records_at_once, remarks_on_warmup
-from mpu_cli.training.reference import ExampleSet, forward, length_of_answers
+from mpu_cli.training.reference import ExampleSets, forward, length_of_answers
 from mpu_cli.wording import counted
 
 
@@ -67,6 +67,9 @@ class Losses:
     retain_term: float | None
     forget: float
     retain: float | None
+
+
+OnStep = Callable[[Losses, int], None]  # with the number of steps in all
 
 
 def schedule(
@@ -106,7 +109,7 @@ class MicroBatches(Dataset):
     def __init__(
         self,
         steps: Sequence[Mapping[str, list[int]]],
-        sets: Mapping[str, ExampleSet],
+        sets: ExampleSets,
         passes: Sequence[Sequence[str]],
         parts: int,
     ):
@@ -195,7 +198,7 @@ class UnlearningTrainer(Trainer):
     loss_is_scaled_for_ga = True  # every part is normalised by its whole step
 
     def __init__(
-        self, *, objective: Objective, sets: Mapping[str, ExampleSet], training: Training,
+        self, *, objective: Objective, sets: ExampleSets, training: Training,
         head: Head | None, on_step: Callable[[Losses], None], warn: Callable[[str], None], **kwargs: object,
     ):  # fmt: skip
         super().__init__(**kwargs)
@@ -425,7 +428,7 @@ class _StepLog:
     name: str | None  # of the training, where it can be resumed
     steps_done: int
     total_steps: int
-    on_step: Callable[[Losses, int], None]
+    on_step: OnStep
     warn: Callable[[str], None]
     started: float = field(default_factory=time.monotonic)
 
@@ -452,13 +455,13 @@ class _StepLog:
 def train(
     model: PreTrainedModel,
     steps: Sequence[Mapping[str, list[int]]],
-    sets: Mapping[str, ExampleSet],
+    sets: ExampleSets,
     objective: Objective,
     training: Training,
     *,
     logging: Logging = NO_LOGGING,
     checkpoints: Checkpoints | None = None,
-    on_step: Callable[[Losses, int], None],
+    on_step: OnStep,
     warn: Callable[[str], None] = lambda _: None,
     early_stopping: TrainerCallback | None = None,
 ) -> torch.nn.Module:

@@ -89,6 +89,9 @@ class ExampleSet:
         return value
 
 
+ExampleSets = Mapping[str, ExampleSet]  # by name
+
+
 def forward(
     model: torch.nn.Module,
     batch: Mapping[str, Any],
@@ -165,7 +168,7 @@ def freeze(
     return ExampleSet(examples, reference_outputs, outputs, frozen_head)
 
 
-def save_references(path: Path, sets: Mapping[str, ExampleSet], facts: Mapping[str, object]) -> None:
+def save_references(path: Path, sets: ExampleSets, facts: Mapping[str, object]) -> None:
     """Write the frozen copy's outputs on each set to ``path``, with ``facts`` that identify the copy and records."""
     tensors: dict[str, torch.Tensor] = {}
     for name, example_set in sets.items():

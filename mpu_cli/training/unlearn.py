@@ -72,7 +72,7 @@ from mpu_cli.training.ledger import (
 from mpu_cli.training.loop import NO_LOGGING, Losses, schedule, seed_training, train
 from mpu_cli.training.losses import ALGORITHMS
 from mpu_cli.training.rates import scored_at_once, with_epochs, with_precision, with_rate
-from mpu_cli.training.reference import ExampleSet, freeze, load_references, save_references
+from mpu_cli.training.reference import ExampleSet, ExampleSets, freeze, load_references, save_references
 from mpu_cli.training.requests import Continuation
 from mpu_cli.training.stopping import EarlyStopping, Scorer, StepScores, StoppingRule, pulling_level, spread
 from mpu_cli.wording import counted
@@ -173,7 +173,7 @@ class UnlearningResult:
 
 
 def measure(
-    model: PreTrainedModel, sets: Mapping[str, ExampleSet], options: Unlearning, *, is_frozen: bool = False
+    model: PreTrainedModel, sets: ExampleSets, options: Unlearning, *, is_frozen: bool = False
 ) -> tuple[Measured, list[float]]:
     """The mean losses of ``model`` on records to forget that are spread over all of them, and on as many to keep; how
     probable the answers of the former are, record by record. ``is_frozen``: the frozen outputs are of this model."""
@@ -475,7 +475,7 @@ class UnlearningTask:
         device = PartialState().device if PartialState().num_processes > 1 else model.device
         return {name: example_set.on(device) for name, example_set in sets.items()}
 
-    def _plan_steps(self, sets: Mapping[str, ExampleSet]) -> tuple[list[dict[str, list[int]]], Training]:
+    def _plan_steps(self, sets: ExampleSets) -> tuple[list[dict[str, list[int]]], Training]:
         """The examples of each step, and the training's options with a learning rate."""
         forget = len(sets["forget"].examples)
         retain = len(sets["retain"].examples) if "retain" in sets else 0
@@ -560,7 +560,7 @@ class UnlearningTask:
     def _settle_level(
         self,
         to_train: PreTrainedModel,
-        sets: Mapping[str, ExampleSet],
+        sets: ExampleSets,
         before: Measured | None,
         probabilities: Sequence[float] | None,
     ) -> EarlyStopping | None:

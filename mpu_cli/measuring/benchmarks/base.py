@@ -17,6 +17,8 @@ from mpu_cli.measuring.retain import RetainLog
 from mpu_cli.records.forms import Record, question, sound_text
 from mpu_cli.records.read import Row
 
+Items = Sequence[Item | list[Item]]  # of each record: one, or one for each of its wrong answers
+
 
 def question_and_answer(row: Row) -> Record:
     """The record of a row with the fields question and answer."""
@@ -31,7 +33,7 @@ class Split:
     source: str
     read: Callable[[], Sequence[Row]]
     # From the encoder, a part ("answer", "paraphrased" or "perturbed") and the split: an Item for each row, or a list.
-    encode: Callable[[Encoder, str, Split], Sequence[Item | list[Item]]]
+    encode: Callable[[Encoder, str, Split], Items]
     limit: int = 200  # tokens
     stops: tuple[str, ...] = ()
     shown: Callable[[], Sequence[Row]] = tuple  # few-shot records at the start of every prompt
@@ -105,7 +107,7 @@ def texts_of(row: Row, field: str) -> list[str]:
     return [sound_text(text, f"{location}: {field!r}") for text in texts]
 
 
-def questions(encoder: Encoder, part: str, split: Split) -> Sequence[Item | list[Item]]:
+def questions(encoder: Encoder, part: str, split: Split) -> Items:
     """Items of a split's records with their answers, the paraphrased answers, or the wrong answers."""
     if part == "answer":
         return encoder.questions(split.records)
