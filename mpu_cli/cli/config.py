@@ -20,6 +20,7 @@ from mpu_cli.toml import read_toml
 FLAG, VARIABLE = "--config", "MPU_CONFIG"
 OF_NO_COMMAND = (VARIABLE, "MPU_DEBUG", "MPU_PROFILE", "MPU_QUIET", "MPU_ENDPOINT_KEY")
 OF_TESTS = "MPU_TEST_"
+Commands = Mapping[str, Any]  # by name, as click has them
 
 
 def without_switch(arguments: Sequence[str], flag: str) -> tuple[list[str], bool]:
@@ -48,9 +49,7 @@ def without_config(arguments: Sequence[str]) -> tuple[list[str], str | None]:
     return filtered, file
 
 
-def defaults_from(
-    path: Path, commands: Mapping[str, Any], classes: Mapping[str, type[Command]]
-) -> dict[str, dict[str, object]]:
+def defaults_from(path: Path, commands: Commands, classes: Mapping[str, type[Command]]) -> dict[str, dict[str, object]]:
     """The options that ``path`` sets, as ``{command: {parameter: value}}``: a table for each command, with its options
     by name."""
     hint = "give it on the command line, or as a variable"
@@ -86,7 +85,7 @@ def defaults_from(
     return defaults
 
 
-def name_variables(commands: Mapping[str, Any]) -> None:
+def name_variables(commands: Commands) -> None:
     """Give every option its variable: MPU_PUBLISH_KAPPA for ``publish --kappa``. Flags show no type in the help."""
     for name, command in commands.items():
         for parameter in command.params:
@@ -97,7 +96,7 @@ def name_variables(commands: Mapping[str, Any]) -> None:
                 parameter.show_envvar = False  # explained once, in mpu's help; repeated everywhere, it drowns the rest
 
 
-def unknown_variables(environment: Iterable[str], commands: Mapping[str, Any]) -> Iterator[str]:
+def unknown_variables(environment: Iterable[str], commands: Commands) -> Iterator[str]:
     """A sentence for each MPU_… in the environment that sets nothing."""
     parameters = [parameter for command in commands.values() for parameter in command.params]
     variables = {*OF_NO_COMMAND, *(parameter.envvar for parameter in parameters if parameter.envvar)}

@@ -10,6 +10,7 @@ from typing import Annotated, Any, List, Literal, Optional, cast  # noqa: UP035 
 
 import typer
 
+from mpu_cli.cli.config import Commands
 from mpu_cli.cli.output import emit, emit_table, terminal, warn
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.options.command import Command, Preview
@@ -145,7 +146,7 @@ def _size_column(size: int | None) -> str:
     return "" if size is None else f"\t{in_bytes(size)}"
 
 
-def in_two_levels(commands: Mapping[str, Any], classes: Mapping[str, type[Command]], arguments: list[str]) -> list[str]:
+def in_two_levels(commands: Commands, classes: Mapping[str, type[Command]], arguments: list[str]) -> list[str]:
     """Hide the options that are not ``ESSENTIAL``, unless --help-all is among ``arguments``; returns these, with --help
     in its place."""
     if HELP_ALL in arguments:

@@ -23,8 +23,8 @@ from mpu_cli.measuring.metrics import (
     GRADIENTS,
     REFERENCE,
     SIDES,
-    Metric,
     MetricResult,
+    MetricTable,
     attack_key,
     gradient_norms,
     imported_metric,
@@ -289,7 +289,7 @@ class Evaluation:
     shown: list[Shown] = field(default_factory=list)
 
 
-def choose(benchmark: Benchmark, options: Measuring, served: bool = False) -> dict[str, Metric]:
+def choose(benchmark: Benchmark, options: Measuring, served: bool = False) -> MetricTable:
     """The requested metrics (all available ones if none are), each preceded by the ones it depends on.
 
     Metrics of the benchmark's attacks are always among them. Of a model that is only ``served``, those that its

@@ -56,6 +56,7 @@ class Metric:
     says: str = ""  # its definition, for the page of metrics
 
 
+MetricTable = dict[str, Metric]  # by name
 Arguments = ParamSpec("Arguments")
 
 
@@ -267,7 +268,7 @@ def exact_memorization(split: str) -> Metric:
     return _of_records(f"{split}.answer", lambda answer: {"score": answer["exact_memorization"]}, "score", goal=DOWN)
 
 
-def membership() -> dict[str, Metric]:
+def membership() -> MetricTable:
     """Membership inference: scores of the forget set and of unseen records (``SIDES``).
 
     The AUC is 1 if the forget record is the likelier one in every pair.
@@ -482,7 +483,7 @@ def _recovered_probabilities(losses: Sequence[float]) -> MetricResult:
     return _form_with_interval([_probability(loss) for loss in losses], "prob")
 
 
-def recovery_metrics(attack: str, *, retain: bool, any_script: bool) -> dict[str, Metric]:
+def recovery_metrics(attack: str, *, retain: bool, any_script: bool) -> MetricTable:
     """The metrics of the forget set after an attack on forgetting: probabilities of the true answers, or ROUGE of
     sampled ones, each with the 95 % interval of its mean. ``retain``: whether there are records to keep, which one
     attack uses; ``any_script``: whether ROUGE of answers in any script is measured, too."""

@@ -17,7 +17,7 @@ import json
 import math
 import re
 import types
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -181,6 +181,9 @@ class Declaration:
         raise UsageError(f"{label}{value}: must be {finite}{allowed}")
 
 
+Declarations = dict[str, Declaration]  # by name
+
+
 def option(
     default: Any,
     help: str,
@@ -229,9 +232,9 @@ def group(group_class: type[Group], *, fold: Fold | None = None, apart: Collecti
 
 
 @cache
-def declared_options(group_class: AnyClass) -> dict[str, Declaration]:
+def declared_options(group_class: AnyClass) -> Declarations:
     """All options of a group, those of the groups inside it included, in the order of their declaration."""
-    options: dict[str, Declaration] = {}
+    options: Declarations = {}
     for group_field, kind in _own_fields(group_class):
         if is_dataclass(kind):
             inner = dict(declared_options(kind))
@@ -271,9 +274,7 @@ def nearest(name: str, names: Collection[str]) -> str | None:
     return next(iter(get_close_matches(name, names, 1)), None)
 
 
-def check_in_files(
-    declarations: Mapping[str, Declaration], values: Mapping[str, object], where: str, hint: str
-) -> None:
+def check_in_files(declarations: Declarations, values: Mapping[str, object], where: str, hint: str) -> None:
     """Raise UsageError, its text beginning with ``where``, if a file sets an option that no file may set, or names a
     module to be imported."""
     for name, value in values.items():
@@ -288,7 +289,7 @@ def check_in_files(
 def _build(group_class: type[Group], values: Mapping[str, object], where: str) -> Group:
     arguments: dict[str, object] = {}
     declarations = declared_options(cast(AnyClass, group_class))
-    for group_field, kind in _own_fields(group_class):
+    for group_field, kind in _own_fields(cast(AnyClass, group_class)):
         name = group_field.name
         if is_dataclass(kind):
             arguments[name] = _build(kind, values, where)
@@ -302,21 +303,17 @@ def _build(group_class: type[Group], values: Mapping[str, object], where: str) -
 def flat(group: object) -> dict[str, object]:
     """The inverse of ``from_flat``: every option by its name."""
     values: dict[str, object] = {}
-    for group_field, kind in _own_fields(type(group)):
+    for group_field, kind in _own_fields(cast(AnyClass, type(group))):
         value = getattr(group, group_field.name)
         values |= flat(value) if is_dataclass(kind) else {group_field.name: value}
     return values
 
 
-def _own_fields(group_class: AnyClass) -> Iterator[tuple[Field, type]]:
-    hints = hints_of(group_class)
-    for group_field in fields(group_class):
-        yield group_field, hints[group_field.name]
-
-
 @cache
-def hints_of(group_class: AnyClass) -> dict[str, Any]:
-    return get_type_hints(group_class)
+def _own_fields(group_class: AnyClass) -> list[tuple[Field, type]]:
+    """The fields of a group, each with its type."""
+    hints = get_type_hints(group_class)
+    return [(group_field, hints[group_field.name]) for group_field in fields(group_class)]
 
 
 def _declaration(group_class: type, group_field: Field, hint: Any) -> Declaration:
@@ -350,7 +347,7 @@ def _declaration(group_class: type, group_field: Field, hint: Any) -> Declaratio
     return declaration.part_of(fold) if fold else declaration
 
 
-def folds_of(declarations: Mapping[str, Declaration]) -> dict[Fold, list[Declaration]]:
+def folds_of(declarations: Declarations) -> dict[Fold, list[Declaration]]:
     """The folds of these options, each with its members, in the order of their first."""
     folds: dict[Fold, list[Declaration]] = {}
     for declaration in declarations.values():
@@ -373,7 +370,7 @@ def spelled_for(group_class: AnyClass, text: str) -> str:
     return text
 
 
-def unfold(fold: Fold, texts: Iterable[str], declarations: Mapping[str, Declaration]) -> dict[str, object]:
+def unfold(fold: Fold, texts: Iterable[str], declarations: Declarations) -> dict[str, object]:
     """The values that ``texts`` set, each NAME=VALUE,…, a TOML file of such values or a JSON object, by the names in
     Python.
 

@@ -69,12 +69,13 @@ class Losses:
     retain: float | None
 
 
+Step = Mapping[str, list[int]]  # the numbers of its examples, by term
 OnStep = Callable[[Losses, int], None]  # with the number of steps in all
 
 
 def schedule(
     forget: int, retain: int, *, epochs: int, batch_size: int, seed: int, retain_per_forget: int = 1
-) -> list[dict[str, list[int]]]:
+) -> list[Step]:
     """The numbers of the examples of each step, by term: "forget" and, to go with them, "retain". ``seed`` fixes all
     steps of a training: noise cancels only if every copy of a round sees the same ones.
 
@@ -83,7 +84,7 @@ def schedule(
     """
     order = random.Random(seed)
     waiting: list[int] = []
-    steps = []
+    steps: list[Step] = []
     for _ in range(epochs):
         numbers = order.sample(range(forget), forget)
         for start in range(0, forget, batch_size):
@@ -108,7 +109,7 @@ class MicroBatches(Dataset):
 
     def __init__(
         self,
-        steps: Sequence[Mapping[str, list[int]]],
+        steps: Sequence[Step],
         sets: ExampleSets,
         passes: Sequence[Sequence[str]],
         parts: int,
@@ -133,7 +134,7 @@ class MicroBatches(Dataset):
         for start in range(0, max(1, len(chosen)), most):  # a filler is one
             yield self._batch(step, chosen[start : start + most])
 
-    def _at(self, index: int) -> tuple[dict[str, list[int]], list[tuple[str, int]]]:
+    def _at(self, index: int) -> tuple[Step, list[tuple[str, int]]]:
         """The numbers of the examples of a micro-batch's whole step, by term, and its own examples: term and number."""
         step_and_pass, part = divmod(index, self._parts)
         step, pass_index = divmod(step_and_pass, len(self._passes))
@@ -151,7 +152,7 @@ class MicroBatches(Dataset):
         term, number = chosen
         return max(len(self._sets[name].examples[number].ids) for name in self._names(term))
 
-    def _batch(self, of_step: Mapping[str, list[int]], chosen: Sequence[tuple[str, int]]) -> dict[str, Any]:
+    def _batch(self, of_step: Step, chosen: Sequence[tuple[str, int]]) -> dict[str, Any]:
         rows: list[Example] = []
         sets: dict[str, dict[str, Any]] = {}
         for term, numbers in of_step.items():
@@ -454,7 +455,7 @@ class _StepLog:
 
 def train(
     model: PreTrainedModel,
-    steps: Sequence[Mapping[str, list[int]]],
+    steps: Sequence[Step],
     sets: ExampleSets,
     objective: Objective,
     training: Training,

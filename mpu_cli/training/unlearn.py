@@ -69,7 +69,7 @@ from mpu_cli.training.ledger import (
     write_losses,
     write_round_schedule,
 )
-from mpu_cli.training.loop import NO_LOGGING, Losses, schedule, seed_training, train
+from mpu_cli.training.loop import NO_LOGGING, Losses, Step, schedule, seed_training, train
 from mpu_cli.training.losses import ALGORITHMS
 from mpu_cli.training.rates import scored_at_once, with_epochs, with_precision, with_rate
 from mpu_cli.training.reference import ExampleSet, ExampleSets, freeze, load_references, save_references
@@ -475,7 +475,7 @@ class UnlearningTask:
         device = PartialState().device if PartialState().num_processes > 1 else model.device
         return {name: example_set.on(device) for name, example_set in sets.items()}
 
-    def _plan_steps(self, sets: ExampleSets) -> tuple[list[dict[str, list[int]]], Training]:
+    def _plan_steps(self, sets: ExampleSets) -> tuple[list[Step], Training]:
         """The examples of each step, and the training's options with a learning rate."""
         forget = len(sets["forget"].examples)
         retain = len(sets["retain"].examples) if "retain" in sets else 0

@@ -9,7 +9,7 @@ from importlib import import_module
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.measuring import metrics
 from mpu_cli.measuring.benchmarks.base import Benchmark, Split
-from mpu_cli.measuring.metrics import Metric
+from mpu_cli.measuring.metrics import MetricTable
 from mpu_cli.measuring.retain import RetainLog
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.evaluation import Measuring
@@ -33,9 +33,9 @@ def examples() -> dict[str, Benchmark]:
 
 
 @cache
-def known_metrics() -> dict[str, Metric]:
+def known_metrics() -> MetricTable:
     """Every metric of every benchmark, by name; no records are read."""
-    table: dict[str, Metric] = {}
+    table: MetricTable = {}
     for benchmark in examples().values():
         table |= {**benchmark.metrics, **benchmark.attack_metrics}
     # Only its goal and definition are read here, so the retain model's ratios may be empty: ``tuple()``.

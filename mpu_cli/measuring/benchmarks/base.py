@@ -12,7 +12,7 @@ from functools import cached_property
 from mpu_cli.errors import MpuError
 from mpu_cli.measuring import metrics
 from mpu_cli.measuring.encoding import Encoder, Item, Scored
-from mpu_cli.measuring.metrics import SIDES, Metric, recovery_metrics
+from mpu_cli.measuring.metrics import SIDES, Metric, MetricTable, recovery_metrics
 from mpu_cli.measuring.retain import RetainLog
 from mpu_cli.records.forms import Record, question, sound_text
 from mpu_cli.records.read import Row
@@ -76,9 +76,9 @@ class Benchmark:
         return "forget_Q_A_Prob" in self.metrics
 
     @property
-    def attack_metrics(self) -> dict[str, Metric]:
+    def attack_metrics(self) -> MetricTable:
         """The metrics of its attacks."""
-        table: dict[str, Metric] = {}
+        table: MetricTable = {}
         for name in self.attacks:
             table |= recovery_metrics(
                 name, retain="retain" in self.splits, any_script="forget_Q_A_ROUGE_any_script" in self.metrics
@@ -126,7 +126,7 @@ def _with_answer(record: Record, answer: str) -> Record:
     return replace(record, answer=answer, answer_fields=())
 
 
-def truth_ratio(name: str) -> dict[str, Metric]:
+def truth_ratio(name: str) -> MetricTable:
     """The truth ratio of a set, and the metrics behind it."""
     right, wrong = f"{name}_Q_A_PARA_Prob", f"{name}_Q_A_PERT_Prob"
     return {
@@ -152,9 +152,7 @@ def forget_quality(benchmark: str, forget: Split, retain: RetainLog) -> Metric:
     return metrics.forget_quality(ratios)
 
 
-def forgetting(
-    memorised: str, benchmark: str, splits: Mapping[str, Split], retain: RetainLog | None
-) -> dict[str, Metric]:
+def forgetting(memorised: str, benchmark: str, splits: Mapping[str, Split], retain: RetainLog | None) -> MetricTable:
     """The metrics of how much of the split ``memorised`` is known by heart and, if there is a split of unseen records,
     whether membership of the forget set shows."""
 

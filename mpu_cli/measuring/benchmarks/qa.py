@@ -15,7 +15,7 @@ from mpu_cli.measuring.benchmarks.base import (
     truth_ratio,
     truth_ratio_name,
 )
-from mpu_cli.measuring.metrics import Metric
+from mpu_cli.measuring.metrics import MetricTable
 from mpu_cli.measuring.retain import RetainLog
 from mpu_cli.measuring.words import is_cut_by_rouge
 from mpu_cli.observer import SILENT, Observer
@@ -45,7 +45,7 @@ def own_records(
             "name records that no model saw with --unseen",
         )
     splits = {name: _split(name, rows) for name, rows in sets.items()}
-    table: dict[str, Metric] = {}
+    table: MetricTable = {}
     warnings = remarks_on_overlap(
         [record for _, record in forget], [record for _, record in retain], "and their scores count in both"
     )
@@ -82,7 +82,7 @@ def _split(name: str, rows: Sequence[Question]) -> Split:
     )  # fmt: skip
 
 
-def _truth_ratio(name: str, rows: Sequence[Row]) -> dict[str, Metric]:
+def _truth_ratio(name: str, rows: Sequence[Row]) -> MetricTable:
     """The truth ratio of a set and the metrics behind it; without a value if some records lack the fields of others."""
     complete = [
         isinstance(fields, dict) and all(fields.get(field) for field in TRUTH_RATIO_FIELDS) for _, fields in rows

@@ -15,7 +15,7 @@ from mpu_cli.measuring.benchmarks.base import (
     questions,
     truth_ratio,
 )
-from mpu_cli.measuring.metrics import Metric
+from mpu_cli.measuring.metrics import MetricTable
 from mpu_cli.measuring.retain import RetainLog
 from mpu_cli.observer import Observer
 from mpu_cli.options.evaluation import Measuring
@@ -43,7 +43,7 @@ def tofu(forget_split: str, data_dir: Path | None, retain: RetainLog | None) -> 
         name: Split(name, source, partial(benchmark_rows, CORPORA["tofu"], source, data_dir), questions)
         for name, source in names.items()
     }
-    table: dict[str, Metric] = {}
+    table: MetricTable = {}
     for name in ("forget", "retain"):
         table |= {
             f"{name}_Q_A_Prob": metrics.probability(name),
