@@ -253,13 +253,12 @@ def _folder(path: Path) -> dict[str, object] | None:
 
 
 def _belonging(origin: CopyManifest) -> dict[str, object]:
-    facts: dict[str, object] = {
+    return {
         "run": origin.run,
         "round": origin.round,
         "copy": f"{origin.copy} of {origin.copies}",
         "symmetries": origin.symmetries or "not stated",
     }
-    return facts
 
 
 def _bounded(value: object, depth: int = 4) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -28,6 +29,7 @@ from mpu_cli.wording import command_line, counted, few, one_line
 
 MAX_ENTRIES = 1000  # entries that are looked at
 SHOWN = 20  # names in a line
+SUFFIXES = (".safetensors", ".bin", ".age")  # of files that may be weights or keys
 
 
 @dataclass
@@ -229,7 +231,7 @@ def account_of(folder: Path) -> Account:
 
     rounds: dict[tuple[str, int], Round] = {}
     keys: list[str] = []
-    other: dict[str, list[str]] = {}
+    other: defaultdict[str, list[str]] = defaultdict(list)
     models: list[tuple[tuple[str, int], Path]] = []
 
     def round_of(origin: CopyManifest) -> Round:
@@ -237,7 +239,10 @@ def account_of(folder: Path) -> Account:
         return rounds.setdefault(key, Round(origin.run, origin.round, origin.copies))
 
     folders = _folders_in(folder)
-    for path in sorted(_candidates(folder, folders))[:MAX_ENTRIES]:
+    entries = [path for place in (folder, *folders) for path in _entries(place)]
+    paths = sorted({*entries} - {*folders})
+    candidates = [path for path in paths if path.suffix in SUFFIXES or (path / "config.json").exists()]
+    for path in candidates[:MAX_ENTRIES]:
         relative = path.relative_to(folder)
         is_expected = len(relative.parts) == 1 or relative.parts[0].startswith(("round_", "deltas"))
         try:
@@ -248,7 +253,7 @@ def account_of(folder: Path) -> Account:
                     if path.suffix == ".bin":
                         keys.append(str(relative))
                     else:
-                        other.setdefault("sealed copies", []).append(str(relative))
+                        other["sealed copies"].append(str(relative))
                     continue
             manifest = manifest_of(path, open_checkpoint(path, links=False).metadata)
             if isinstance(manifest, DeltaManifest):
@@ -259,16 +264,16 @@ def account_of(folder: Path) -> Account:
             elif manifest:
                 models.append(((manifest.run, manifest.round), relative))
             elif path.is_dir() and is_expected:
-                other.setdefault("models", []).append(str(relative))
+                other["models"].append(str(relative))
         except MpuError as error:
             if is_expected:
-                other.setdefault("not readable", []).append(f"{relative} ({error.problem})")
+                other["not readable"].append(f"{relative} ({error.problem})")
     # Of several models of a round, such as one that was repaired, the latest is the round's.
     for key, model in sorted(models, key=lambda found: (folder / found[1]).stat().st_mtime_ns):
-        other.setdefault("models", []).append(str(model))
+        other["models"].append(str(model))
         if key in rounds:
             rounds[key].model = model
-    if wrong := _add_receipts(folder, folders, rounds):
+    if wrong := _add_receipts(folder, paths, rounds):
         other["receipts that prove nothing"] = wrong
     return Account(folder, [rounds[key] for key in sorted(rounds)], keys, other)
 
@@ -288,9 +293,9 @@ def facts_of_folder(folder: Path) -> dict[str, Any] | None:
     return facts | account.other
 
 
-def _add_receipts(folder: Path, folders: list[Path], rounds: Mapping[tuple[str, int], Round]) -> list[str]:
-    """Give rounds the verdicts of the receipts that lie in ``folder`` and in the ``folders`` in it; returns those whose
-    signatures are wrong, with the reason."""
+def _add_receipts(folder: Path, paths: list[Path], rounds: Mapping[tuple[str, int], Round]) -> list[str]:
+    """Give rounds the verdicts of the receipts among ``paths`` in ``folder``; returns those whose signatures are wrong,
+    with the reason."""
     from mpu_cli.measuring.receipt import check_signatures, public_key_of, read_receipt
     from mpu_cli.protocol import publication
     from mpu_cli.training import ledger
@@ -303,7 +308,6 @@ def _add_receipts(folder: Path, folders: list[Path], rounds: Mapping[tuple[str, 
     keys_here = {}  # with which this machine signs, by party; None for a party that it never was
     for party, (secret_path, read) in secrets.items():
         keys_here[party] = public_key_of(party, read()) if secret_path.exists() else None
-    paths = [path for place in (folder, *folders) for path in _entries(place)]
     for path in paths:
         if path.suffix != ".json" or not path.is_file():
             continue
@@ -348,11 +352,3 @@ def _folders_in(folder: Path) -> list[Path]:
 
     first = inside(folder)
     return [*first, *(path for outer in first for path in inside(outer))][:MAX_ENTRIES]
-
-
-def _candidates(folder: Path, folders: list[Path]) -> list[Path]:
-    """Entries of ``folder``, and of the ``folders`` in it, that may be weights or keys."""
-    inner = set(folders)
-    entries = [path for outer in (folder, *folders) for path in _entries(outer) if path not in inner]
-    suffixes = (".safetensors", ".bin", ".age")
-    return [path for path in entries if path.suffix in suffixes or (path.is_dir() and (path / "config.json").exists())]

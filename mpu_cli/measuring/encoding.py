@@ -160,7 +160,7 @@ class OpenUnlearningEncoder:
             return []
         system_prompt = self.encoding.system_prompt
         system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        turns_of = [(*record.turns, record.answer_turn) if answered else record.turns for record in records]
+        turns_of = [record.dialogue if answered else record.turns for record in records]
         dialogues = [[*system, *(turn.message for turn in turns)] for turns in turns_of]
         try:
             tokenizer = self.encoding.tokenizer

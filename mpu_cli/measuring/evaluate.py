@@ -72,6 +72,10 @@ class Pass:
     with_delta: bool = True  # over the model with its delta, or without it
     alters: bool = False  # the model's weights
 
+    def items(self, run: Run) -> dict[str, Items]:
+        """The items of each part of its records, by the key of findings on it."""
+        return {f"{split.name}.{part}": run.encoded_items(split, part) for split in self.splits for part in self.parts}
+
 
 def passes_for(
     needs: Collection[str], benchmark: Benchmark, tasks: Sequence[str], shown_split: Split | None, show: int
@@ -127,12 +131,10 @@ def carry_out(
     observer.stage("evaluate", sum(pass_.records for pass_ in todo), "records")
     to_score: list[Item] = []
     for pass_ in todo:
-        for split in pass_.splits:
-            for part in pass_.parts:
-                items = run.encoded_items(split, part)
-                check_ids(items, run.model, subject.model.source)
-                if f"{split.name}.{part}" in pass_.keys:
-                    to_score += _flat(items)
+        for key, items in pass_.items(run).items():
+            check_ids(items, run.model, subject.model.source)
+            if key in pass_.keys:
+                to_score += _flat(items)
     splits = {id(split): split for pass_ in todo for split in pass_.splits}.values()
     for remark in run.encoder.encoding.remarks(sum(len(split.rows) for split in splits)):
         observer.warn(remark)
@@ -163,12 +165,11 @@ def token_hidden_by_the_suite(run: Run, todo: Sequence[Pass]) -> str | None:
     if number is None:
         return None
     for pass_ in todo:
-        for split in pass_.splits:
-            for part in pass_.parts:
-                # The first item stands for all: what holds the token is their template.
-                for item in _flat(run.encoded_items(split, part))[:1]:
-                    if number in item.ids[: item.start]:
-                        return token
+        for items in pass_.items(run).values():
+            # The first item stands for all: what holds the token is their template.
+            for item in _flat(items)[:1]:
+                if number in item.ids[: item.start]:
+                    return token
     return None
 
 
@@ -398,10 +399,7 @@ def evaluate(
         subject = Subject(model, adapter, open_delta(model, delta) if delta else None, reference, endpoint)
         facts = facts_of(subject, benchmark, used, options)
         unfinished = out.with_name(f".{short_name(out.name)}.partial")
-        splits_of_key = {}
-        for pass_ in passes:
-            for key in pass_.keys:
-                splits_of_key[key] = [split.name for split in pass_.splits]
+        splits_of_key = {key: [split.name for split in pass_.splits] for pass_ in passes for key in pass_.keys}
         findings = read_findings(unfinished, facts, splits_of_key)
         resumed = bool(findings.entries)
         if resumed:

@@ -284,8 +284,7 @@ class Encoding:
             for role in unmentioned:
                 if isinstance(text, str) and any(turn.role == role for turn in record.turns):
                     self.unmentioned.setdefault(role, []).append(record.location)
-            turns = (*record.turns, record.answer_turn)
-            if isinstance(text, str) and not all(turn.content.strip() in text for turn in turns):
+            if isinstance(text, str) and not all(turn.content.strip() in text for turn in record.dialogue):
                 self.omitted.setdefault("content", []).append(record.location)
 
     def _plain(self, records: Sequence[Record]) -> list[Outcome]:
@@ -301,7 +300,7 @@ class Encoding:
         texts = [prompt + record.answer for prompt, record in zip(prompts, records, strict=True)]
         end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         for record in records:
-            for turn in (*record.turns, record.answer_turn):
+            for turn in record.dialogue:
                 for name in OMITTABLE & {name for name, _ in turn.fields}:
                     self.omitted.setdefault(name, []).append(record.location)
         outcomes: list[Outcome] = []

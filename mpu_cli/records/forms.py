@@ -92,6 +92,11 @@ class Record:
     def answer_turn(self) -> Turn:
         return Turn("assistant", self.answer, self.answer_fields)
 
+    @property
+    def dialogue(self) -> tuple[Turn, ...]:
+        """The turns and the answer's."""
+        return (*self.turns, self.answer_turn)
+
 
 RecordSets = Mapping[str, Sequence[Record]]  # by name: forget, retain, …
 
@@ -130,7 +135,7 @@ def dialogues_of(records: Sequence[Record]) -> list[int]:
     for place, record in sorted(enumerate(records), key=lambda entry: -len(entry[1].turns)):
         said = ""
         beginnings = []
-        for turn in (*record.turns, record.answer_turn):
+        for turn in record.dialogue:
             said = hashlib.sha256(f"{said} {_folded(turn)}".encode()).hexdigest()
             beginnings.append(said)
         dialogues[place] = numbers.setdefault(said, len(numbers))
@@ -449,13 +454,9 @@ def unread_fields(row: object) -> set[str]:
         read.add("input")
     for name in (form, *other_forms(row)):  # another note says which of the complete forms is read
         read.update(MAIN_FIELDS.get(name or "", ()))
-    if form in ("messages", "conversations") and _begins_with_system(row[form]):
+    if (messages := _messages(row)) and role_of(messages[0]) == "system":
         read.discard("system")  # the dialogue's own is used
     return {str(name) for name, value in row.items() if name and name not in read and not _is_blank(value)}
-
-
-def _begins_with_system(messages: object) -> bool:
-    return isinstance(messages, list) and bool(messages) and role_of(messages[0]) == "system"
 
 
 def renamed_roles(row: object) -> dict[str, str]:

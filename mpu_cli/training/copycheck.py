@@ -70,13 +70,14 @@ def against_public(copy: Model, tokenizer: PreTrainedTokenizerBase, public: Mode
     config, public_config = clean_config(copy.config), clean_config(public.config)
     odd = []
     for name in sorted((config.keys() & public_config.keys()) - _FREE):
-        ours, theirs = config[name], public_config[name]
-        if ours is not None and theirs is not None and ours != theirs:
+        if None not in (config[name], public_config[name]) and config[name] != public_config[name]:
             odd.append(name)
     if odd:
         signs.append(f"config.json differs from {public.source} in {quoted_list(odd)}")
-    shapes = {n: info.shape for n, info in copy.checkpoint.tensors.items() if info.dtype in FLOATS}
-    public_shapes = {n: info.shape for n, info in public.checkpoint.tensors.items() if info.dtype in FLOATS}
+    shapes, public_shapes = (
+        {name: info.shape for name, info in model.checkpoint.tensors.items() if info.dtype in FLOATS}
+        for model in (copy, public)
+    )
     if odd := sorted(name for name in shapes.keys() ^ public_shapes.keys() if not name.endswith("inv_freq")):
         tied = " (an output layer of its own lists the tokens of your answers)" if "lm_head.weight" in odd else ""
         signs.append(f"its tensors are not {public.source}'s: {quoted_list(odd)}{tied}")

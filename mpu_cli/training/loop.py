@@ -331,7 +331,7 @@ class UnlearningTrainer(Trainer):
     def _count(self, losses: dict[str, torch.Tensor]) -> None:
         """Add up the parts of a step over its micro-batches."""
         for name, value in losses.items():
-            self._sums[name] = self._sums[name] + value.detach() if name in self._sums else value.detach()
+            self._sums[name] = self._sums.get(name, 0) + value.detach()
 
     def _report(self) -> None:
         names = ["loss"]

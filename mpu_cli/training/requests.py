@@ -165,10 +165,11 @@ def latest_on(
 
 def request_on(manifest: CopyManifest | None, requests: Sequence[Request]) -> Request | None:
     """The last of ``requests`` on copies of the run of ``manifest``, on the one of its number if there is one."""
-    of_run = [request for request in requests if manifest and request.run == manifest.run]
-    of_copy = [request for request in of_run if manifest and request.copy == manifest.copy]
-    candidates = of_copy or of_run
-    return candidates[-1] if candidates else None
+    if manifest is None:
+        return None
+    of_run = [request for request in requests if request.run == manifest.run]
+    of_copy = [request for request in of_run if request.copy == manifest.copy]
+    return next(reversed(of_copy or of_run), None)
 
 
 def request_of(change: str) -> Request | None:

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -417,19 +418,13 @@ class UnlearningTask:
         if checks and self.is_alone:
             self.observer.stage("check the copy", 1, "done")
             # Under DP from the weights alone: whether the copy is refused would tell what the records hold.
-            looked_at = None
-            if not self.private:
-                looked_at = [example for set_examples in examples.values() for example in set_examples]
+            looked_at = None if self.private else list(chain.from_iterable(examples.values()))
             signs += traps(self.copy, model, looked_at, len(data.forget) + len(data.retain))
         elif checks:
             signs.append("several processes train it, so its units were not looked at for traps")
         if checks and checks.public and self.is_main_process:
-            texts = []
-            if not self.private:
-                for record in data.records:
-                    for turn in (*record.turns, record.answer_turn):
-                        if turn.content:
-                            texts.append(turn.content)
+            turns = [turn for record in data.records for turn in record.dialogue]
+            texts = [] if self.private else [turn.content for turn in turns if turn.content]
             signs += against_public(self.copy, tokenizer, open_model(checks.public), texts)
         return signs
 
@@ -527,9 +522,8 @@ class UnlearningTask:
         decided = decisive_options(self.options) | {"reference_file": self.reference_file is not None}
         decided["micro_batch_size"] = self.options.training.micro_batch_size  # the Trainer counts them in checkpoints
         stopping = None
-        if self.stopping_rule:
-            round_schedule = self.stopping_rule.schedule
-            stopping = [self.stopping_rule.facts(), asdict(round_schedule) if round_schedule else None]
+        if rule := self.stopping_rule:
+            stopping = [rule.facts(), asdict(rule.schedule) if rule.schedule else None]
         weights = [self.fingerprint, self.copy.checkpoint.metadata]
         start = fingerprint(open_checkpoint(self.start.delta)) if self.start and self.start.delta else None
         return _digest([decided, *weights, records_digest(self.data), self.copy.reading_context, stopping, start])

@@ -31,8 +31,7 @@ def muse(corpus: str, data_dir: Path | None, retain: RetainLog | None) -> Benchm
 
         @cache
         def shots() -> tuple[Turn, ...]:
-            records = map(question_and_answer, shown())
-            return tuple(turn for record in records for turn in (*record.turns, record.answer_turn))
+            return tuple(turn for row in shown() for turn in question_and_answer(row).dialogue)
 
         def with_shots(row: Row) -> Record:
             record = question_and_answer(row)
