@@ -212,21 +212,20 @@ class Encoding:
             return []
         if not self.tokenizer.chat_template:
             raise no_template()
-        prompts = []
+        answered, otherwise = [], []
         for record in records:
-            messages = [turn.message for turn in record.turns]
-            if self.system_prompt and messages[0]["role"] not in SYSTEM_ROLES:
-                messages.insert(0, {"role": "system", "content": self.system_prompt})
-            prompts.append(messages)
-        answered = [[*prompt, record.answer_turn.message] for prompt, record in zip(prompts, records, strict=True)]
-        otherwise = [[*prompt, _other_answer(record)] for prompt, record in zip(prompts, records, strict=True)]
+            prompt = [turn.message for turn in record.turns]
+            if self.system_prompt and prompt[0]["role"] not in SYSTEM_ROLES:
+                prompt.insert(0, {"role": "system", "content": self.system_prompt})
+            answered.append([*prompt, record.answer_turn.message])
+            otherwise.append([*prompt, _other_answer(record)])
         masked = answered if self.controls else [*map(self._masked, answered)]
         rendered = self._render([*answered, *otherwise, *masked])
         count = len(records)
         texts, other_texts, masked_texts = rendered[:count], rendered[count : 2 * count], rendered[2 * count :]
         printed = [text for text in texts if isinstance(text, str)]
         tokenized = iter(tokens.with_offsets(self.tokenizer, printed, special=False))
-        self._note_omissions(records, prompts, texts)
+        self._note_omissions(records, answered, texts)
         outcomes: list[Outcome] = []
         for record, text, other, marked in zip(records, texts, other_texts, masked_texts, strict=True):
             if isinstance(text, ValueError):
@@ -264,27 +263,28 @@ class Encoding:
         return [by_dialogue[json.dumps(dialogue, sort_keys=True)] for dialogue in dialogues]
 
     def _note_omissions(
-        self, records: Sequence[Record], prompts: Sequence[list[dict[str, Any]]], texts: Sequence[object]
+        self, records: Sequence[Record], dialogues: Sequence[list[dict[str, Any]]], texts: Sequence[object]
     ) -> None:
         """Note which fields of messages the template does not print: without them, it prints the same; and which roles
         it has no case for."""
         reduced: list[forms.Dialogue] = []
-        sources: list[tuple[int, str]] = []
-        for number, (record, prompt) in enumerate(zip(records, prompts, strict=True)):
-            messages = [*prompt, record.answer_turn.message]
+        sources: list[tuple[str, object, str]] = []  # the field, the text with it, the record's location
+        for record, messages, text in zip(records, dialogues, texts, strict=True):
             for name in sorted({name for message in messages for name in message} & OMITTABLE):
                 reduced.append([{k: v for k, v in message.items() if k != name} for message in messages])
-                sources.append((number, name))
-        for (number, name), without in zip(sources, self._render(reduced) if reduced else [], strict=True):
-            if without == texts[number]:
-                self.omitted.setdefault(name, []).append(records[number].location)
+                sources.append((name, text, record.location))
+        for (name, text, location), without in zip(sources, self._render(reduced) if reduced else [], strict=True):
+            if without == text:
+                self.omitted.setdefault(name, []).append(location)
         template = forms.template_of(self.tokenizer)
         unmentioned = [role for role in RARE_ROLES if not re.search(f"[\"']{role}[\"']", template)]
         for record, text in zip(records, texts, strict=True):
+            if not isinstance(text, str):
+                continue
             for role in unmentioned:
-                if isinstance(text, str) and any(turn.role == role for turn in record.turns):
+                if any(turn.role == role for turn in record.turns):
                     self.unmentioned.setdefault(role, []).append(record.location)
-            if isinstance(text, str) and not all(turn.content.strip() in text for turn in record.dialogue):
+            if not all(turn.content.strip() in text for turn in record.dialogue):
                 self.omitted.setdefault("content", []).append(record.location)
 
     def _plain(self, records: Sequence[Record]) -> list[Outcome]:
@@ -297,12 +297,11 @@ class Encoding:
                 else:
                     prompt += f"Question: {turn.content}\n"
             prompts.append(prompt + "Answer: ")
-        texts = [prompt + record.answer for prompt, record in zip(prompts, records, strict=True)]
-        end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
-        for record in records:
             for turn in record.dialogue:
                 for name in OMITTABLE & {name for name, _ in turn.fields}:
                     self.omitted.setdefault(name, []).append(record.location)
+        texts = [prompt + record.answer for prompt, record in zip(prompts, records, strict=True)]
+        end = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
         outcomes: list[Outcome] = []
         tokenized = tokens.with_offsets(self.tokenizer, texts)
         for record, prompt, text, outcome in zip(records, prompts, texts, tokenized, strict=True):
