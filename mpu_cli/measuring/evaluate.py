@@ -298,26 +298,23 @@ def choose(benchmark: Benchmark, options: Measuring, served: bool = False) -> Me
     """
     names, with_reference = options.metrics, options.reference_model is not None
     table = dict(benchmark.metrics)
-    if options.scoring.quantize is not None:
-        for name in benchmark.attacks:
-            if extension("attacks").ATTACKS[name].alters:
-                raise UsageError(f"--attacks {name}: changes weights, which --scoring quantize keeps in 4 bits")
-        for name, metric in benchmark.metrics.items():
-            if GRADIENTS in metric.needs:
-                if name in names:
-                    raise UsageError(
-                        f"--metrics {name}: takes gradients of weights, which --scoring quantize keeps in 4 bits"
-                    )
-                del table[name]
-    if served:
-        for name in benchmark.attacks:
-            if extension("attacks").ATTACKS[name].weights:
-                raise UsageError(f"--attacks {name}: needs the model's weights, which --endpoint does not give")
-        for name in names:
-            if name in UNSERVED_METRICS:
-                raise UsageError(f"--metrics {name}: cannot be computed from what --endpoint returns")
-        for name in UNSERVED_METRICS:
-            table.pop(name, None)
+    in_4_bits = options.scoring.quantize is not None
+    for name in benchmark.attacks:
+        attack = extension("attacks").ATTACKS[name]
+        if in_4_bits and attack.alters:
+            raise UsageError(f"--attacks {name}: changes weights, which --scoring quantize keeps in 4 bits")
+        if served and attack.weights:
+            raise UsageError(f"--attacks {name}: needs the model's weights, which --endpoint does not give")
+    for name, metric in benchmark.metrics.items():
+        if in_4_bits and GRADIENTS in metric.needs:
+            problem = "takes gradients of weights, which --scoring quantize keeps in 4 bits"
+        elif served and name in UNSERVED_METRICS:
+            problem = "cannot be computed from what --endpoint returns"
+        else:
+            continue
+        if name in names:
+            raise UsageError(f"--metrics {name}: {problem}")
+        del table[name]
     table |= benchmark.attack_metrics
     if "forget_quality" in names and "forget_quality" not in table:
         raise UsageError("--metrics forget_quality: needs --retain-log with a result that has forget_truth_ratio")

@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.boundary import Document, Scale, parse_document
@@ -21,7 +22,7 @@ from mpu_cli.files.resumption import alone_with_private, append_line, read_lines
 from mpu_cli.files.sealing import default_identity_path, own_secret
 from mpu_cli.plugins import extension
 
-LOSSES_OF, SCHEDULE_OF = "losses_of", "schedule_of"  # lines that add to an earlier one
+LOSSES_OF, SCHEDULE_OF = "losses_of", "schedule_of"  # names of identities in lines that add to an earlier one
 
 
 @dataclass(frozen=True)
@@ -108,11 +109,14 @@ class _Losses(Document):
     retain: float | None
 
 
-class _Course(Document):
-    """A later line, with the schedule that the training ``schedule_of``, an identity, took."""
+class _Schedule(Document):
+    """A later line, with the schedule of the training ``schedule_of``, an identity."""
 
     schedule_of: str
     schedule: RoundSchedule
+
+
+ADDITIONS: dict[str, type[Document]] = {LOSSES_OF: _Losses, SCHEDULE_OF: _Schedule}
 
 
 def default_secret_path() -> Path:
@@ -141,16 +145,12 @@ def read_ledger(path: Path) -> list[LedgerEntry]:
     entries: list[LedgerEntry] = []
     for line in read_lines(path, hint):
         values = {name: value for name, value in line.items() if name != "time"}
-        added: dict[str, Any]
-        if LOSSES_OF in values:
-            losses = parse_document(_Losses, values, f"{path}: damaged", hint)
-            identity, added = losses.losses_of, {"forget": losses.forget, "retain": losses.retain}
-        elif SCHEDULE_OF in values:
-            taken = parse_document(_Course, values, f"{path}: damaged", hint)
-            identity, added = taken.schedule_of, {"schedule": taken.schedule}
-        else:
+        name_of_identity = next((name for name in ADDITIONS if name in values), None)
+        if name_of_identity is None:
             entries.append(parse_document(LedgerEntry, values, f"{path}: damaged", hint))
             continue
+        added = msgspec.structs.asdict(parse_document(ADDITIONS[name_of_identity], values, f"{path}: damaged", hint))
+        identity = added.pop(name_of_identity)
         entries = [replace(entry, **added) if entry.identity == identity else entry for entry in entries]
     return entries
 
