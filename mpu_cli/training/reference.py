@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.manifest import as_metadata, facts_of
-from mpu_cli.files.reader import NAME, open_checkpoint
+from mpu_cli.files.reader import open_checkpoint
 from mpu_cli.files.transaction import Transaction
-from mpu_cli.files.writer import CheckpointWriter, TensorSpecs
 from mpu_cli.model.network import Head, Logits, input_of, output_of_layer, separate_head
 from mpu_cli.records.encode import Example, answer_tokens, pad
 from mpu_cli.training.losses import Scores, locate_answers, score
@@ -177,11 +177,8 @@ def save_references(path: Path, sets: ExampleSets, facts: Mapping[str, object]) 
             tensors[f"{name}.lengths"] = torch.tensor([float(len(output)) for output in example_set.outputs])
         if isinstance(example_set.head, torch.nn.Linear):
             tensors |= {f"{name}.head.{key}": value for key, value in example_set.head.state_dict().items()}
-    specs: TensorSpecs = {name: (NAME[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
-    metadata = as_metadata({"format": FORMAT, "version": VERSION, **facts})
-    with Transaction() as transaction, CheckpointWriter(transaction.add(path), specs, metadata) as writer:
-        for name, tensor in tensors.items():
-            writer.tensor(name).copy_(tensor)
+    with Transaction() as transaction:
+        save_file(tensors, transaction.add(path), as_metadata({"format": FORMAT, "version": VERSION, **facts}))
 
 
 def load_references(
@@ -210,11 +207,9 @@ def load_references(
         )
     sets = {}
     for name, set_examples in examples.items():
-        tensors = {
-            key.removeprefix(f"{name}."): checkpoint.tensor(key).clone()
-            for key in checkpoint.tensors
-            if key.startswith(f"{name}.")
-        }
+        prefix = f"{name}."
+        of_set = [key for key in checkpoint.tensors if key.startswith(prefix)]
+        tensors = {key.removeprefix(prefix): checkpoint.tensor(key).clone() for key in of_set}
         outputs: Sequence[torch.Tensor] = ()
         head: torch.nn.Module | None = None
         if "outputs" in tensors:
