@@ -14,7 +14,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.files.sandbox import LimitError
 from mpu_cli.options.unlearning import ChatTemplate
 from mpu_cli.records import forms, tokens
-from mpu_cli.records.encode import Encoding, Example, Limits, encoding_of
+from mpu_cli.records.encode import Encoding, Example, Limits, encoding_of, plain_prompt
 from mpu_cli.records.forms import Record, template_date
 from mpu_cli.records.tokens import decode, special_ids
 
@@ -136,23 +136,11 @@ class OpenUnlearningEncoder:
         return self._item(ids[: len(prompt) + LONGEST_TEXT], max(1, len(prompt)), prompt, location)
 
     def _item(self, ids: list[int], start: int, prompt: list[int], location: str) -> Item:
-        if self.encoding.truncate_to is not None and len(ids) > self.encoding.truncate_to:
-            self.encoding.truncated.append(location)
-            ids = ids[: self.encoding.truncate_to]
-            if len(ids) <= start:
-                raise MpuError(
-                    f"{location}: the prompt alone is longer than --reading max_length={self.encoding.truncate_to}"
-                )
+        ids = self.encoding.fitted(ids, start, location)
         if len(ids) <= start:
             raise MpuError(f"{location}: the answer adds no tokens with this tokenizer and template")
         if self.encoding.limits.usual is not None and len(ids) > self.encoding.limits.usual:
             self.encoding.long.append(location)
-        longest = self.encoding.limits.longest
-        if longest is not None and len(ids) > longest:
-            raise MpuError(
-                f"{location}: {len(ids)} tokens, but the model reads at most {longest}",
-                f"shorten it, or truncate records with --reading max_length={longest}",
-            )
         return Item(tuple(ids), start, tuple(prompt), location)
 
     def _chat(self, records: Sequence[Record], *, answered: bool) -> list[list[int]]:
@@ -171,14 +159,7 @@ class OpenUnlearningEncoder:
         return _all(outcomes, [record.location for record in records])
 
     def _plain(self, records: Sequence[Record], *, answered: bool) -> list[list[int]]:
-        texts = []
-        for record in records:
-            *earlier, last = record.turns
-            text = ""
-            for turn in earlier:
-                text += f"Answer: {turn.content}\n\n" if turn.role == "assistant" else f"Question: {turn.content}\n"
-            text += f"Question: {last.content}\nAnswer: {record.answer if answered else ''}"
-            texts.append(text)
+        texts = [plain_prompt(record) + (record.answer if answered else "") for record in records]
         return self._tokens(texts, [record.location for record in records])
 
 

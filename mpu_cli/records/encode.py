@@ -288,15 +288,8 @@ class Encoding:
                 self.omitted.setdefault("content", []).append(record.location)
 
     def _plain(self, records: Sequence[Record]) -> list[Outcome]:
-        prompts = []
+        prompts = [plain_prompt(record) for record in records]
         for record in records:
-            prompt = ""
-            for turn in record.turns:
-                if turn.role == "assistant":
-                    prompt += f"Answer: {turn.content}\n\n"
-                else:
-                    prompt += f"Question: {turn.content}\n"
-            prompts.append(prompt + "Answer: ")
             for turn in record.dialogue:
                 for name in OMITTABLE & {name for name, _ in turn.fields}:
                     self.omitted.setdefault(name, []).append(record.location)
@@ -336,20 +329,27 @@ class Encoding:
             )
         last = self._end_of_answer(text, tokenized, content_end)
         labels = [IGNORED] * answer_start + ids[answer_start:last] + [IGNORED] * (len(ids) - last)
+        try:
+            ids = self.fitted(ids, answer_start, record.location)
+        except MpuError as error:
+            return error
+        return [Example(ids, labels[: len(ids)], min(content_end, len(ids)))]
+
+    def fitted(self, ids: list[int], start: int, location: str) -> list[int]:
+        """The tokens of a record, truncated if that is asked for. Raises MpuError if that takes all from ``start`` on,
+        or if they are too many for the model."""
         if self.truncate_to is not None and len(ids) > self.truncate_to:
-            ids, labels = ids[: self.truncate_to], labels[: self.truncate_to]
-            self.truncated.append(record.location)
-            if all(label == IGNORED for label in labels):
-                return MpuError(
-                    f"{record.location}: the prompt alone is longer than --reading max_length={self.truncate_to}"
-                )
+            self.truncated.append(location)
+            ids = ids[: self.truncate_to]
+            if len(ids) <= start:
+                raise MpuError(f"{location}: the prompt alone is longer than --reading max_length={self.truncate_to}")
         longest = self.limits.longest
         if longest is not None and len(ids) > longest:
-            return MpuError(
-                f"{record.location}: {len(ids)} tokens, but the model accepts at most {longest}",
+            raise MpuError(
+                f"{location}: {len(ids)} tokens, but the model reads at most {longest}",
                 f"shorten it, or truncate records with --reading max_length={longest}",
             )
-        return [Example(ids, labels, min(content_end, len(ids)))]
+        return ids
 
     def _end_of_answer(self, text: str, tokenized: TokenizedText, content_end: int) -> int:
         """The index after the last label: after the special token that ends the turn, if only white space follows it;
@@ -361,6 +361,14 @@ class Encoding:
             if tokenized.ids[i] in special and visible:
                 return i + 1 if not text[end:].strip() else len(tokenized.ids)
         return len(tokenized.ids)
+
+
+def plain_prompt(record: Record) -> str:
+    """The turns of a record as plain text, up to its answer."""
+    prompt = ""
+    for turn in record.turns:
+        prompt += f"Answer: {turn.content}\n\n" if turn.role == "assistant" else f"Question: {turn.content}\n"
+    return f"{prompt}Answer: "
 
 
 def encoding_of(
