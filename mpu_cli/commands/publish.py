@@ -14,7 +14,7 @@ from mpu_cli.files.manifest import keys_path, next_round, read_copy_manifest, re
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import ALLOW, FORCE, Command, Opening, Preview, Report
-from mpu_cli.options.declare import group, option
+from mpu_cli.options.declare import as_arguments, from_flat, group, option
 from mpu_cli.options.publishing import Disguise, Publishing
 from mpu_cli.text import read_text
 from mpu_cli.wording import command_line, few
@@ -259,49 +259,40 @@ def command_to_publish(model: Path, keys: Keys) -> str:
     from mpu_cli.files.reader import WORD
     from mpu_cli.protocol.noise import SCHEMES
 
-    def exact(number: float) -> str:
-        """Permanent noise of another scale could be averaged with this one's."""
-        short = f"{number:g}"
-        return short if float(short) == number else repr(number)
-
     publication = keys.publication
     scheme, calibration = publication.scheme, publication.calibration
-    command: list[str | Path] = ["mpu", "publish", model]
     usual = Disguise(watermark=0.0)  # the values where none are given
     if keys.reference is not None:
-        command += ["--public", keys.reference]
         chosen = Disguise(copies=keys.copies).with_scale(with_pretrained=True)
         if (publication.kappa, publication.shared_kappa) == (chosen.kappa, chosen.permanent_noise):
             usual = chosen
-    if not usual.sets_scale or keys.copies > 1:
-        command += ["--copies", str(keys.copies)]
-    if calibration:
-        budget = {
-            "epsilon": exact(calibration.epsilon), "delta": exact(calibration.delta),
-            "sensitivity": exact(calibration.sensitivity), "budget_rounds": calibration.rounds,
-            "adversary": calibration.adversary, "bound": calibration.bound,
-        }  # fmt: skip
-        command += ["--dp", ",".join(f"{name}={value}" for name, value in budget.items())]
-    elif not usual.sets_scale:
-        command += ["--kappa", exact(publication.kappa)]
-        if publication.shared_kappa:
-            command += ["--permanent-noise", exact(publication.shared_kappa)]
-    if publication.watermark != usual.watermark:
-        command += ["--watermark", exact(publication.watermark)]
-    if publication.max_noise and publication.max_noise != usual.max_noise:
-        command += ["--max-noise", exact(publication.max_noise)]
+    has_scale = calibration is None and not usual.sets_scale
+    noise = None if scheme.kind == "extrapolate" else scheme.kind
     if scheme != SCHEMES[scheme.kind].default(keys.copies):
-        command += ["--noise", f"{scheme.kind}:{','.join(map(repr, scheme.factors))}"]
-    elif scheme.kind != "extrapolate":
-        command += ["--noise", scheme.kind]
-    if publication.symmetries != usual.symmetries:
-        command += ["--symmetries", publication.symmetries]
+        noise = f"{scheme.kind}:{','.join(map(repr, scheme.factors))}"
+    options: dict[str, object] = {
+        "copies": None if usual.sets_scale and keys.copies == 1 else keys.copies,
+        "noise": noise,
+        "kappa": publication.kappa if has_scale else None,
+        "permanent_noise": publication.shared_kappa or None if has_scale else None,
+        "watermark": None if publication.watermark == usual.watermark else publication.watermark,
+        "max_noise": None if publication.max_noise == usual.max_noise else publication.max_noise,
+        "symmetries": publication.symmetries,
+        "dtype": WORD[publication.dtype] if publication.dtype else None,
+    }
+    if calibration:
+        options |= {
+            "epsilon": calibration.epsilon, "dp_delta": calibration.delta, "sensitivity": calibration.sensitivity,
+            "budget_rounds": calibration.rounds, "adversary": calibration.adversary, "bound": calibration.bound,
+        }  # fmt: skip
+    command: list[str | Path] = ["mpu", "publish", model]
+    if keys.reference is not None:
+        command += ["--public", keys.reference]
+    command += as_arguments(from_flat(Publishing, options))
     if keys.recipients:
         in_order = [keys.recipients[str(copy)] for copy in range(1, keys.copies + 1) if str(copy) in keys.recipients]
         # One recipient, once, is that of all copies (see ``plan``).
         command += ["--copy-recipients", ",".join(in_order if len(set(in_order)) > 1 else in_order[:1])]
-    if publication.dtype:
-        command += ["--dtype", WORD[publication.dtype]]
     return command_line(*command)
 
 
