@@ -6,7 +6,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -502,23 +502,17 @@ class Unlearn(Command):
 
 def _round_schedule(text: str) -> RoundSchedule:
     """The schedule that ``unlearn`` printed."""
+    import msgspec
+
     from mpu_cli.training.ledger import RoundSchedule
 
+    names = [field.name for field in fields(RoundSchedule)]
     try:
-        steps, level, scale, alpha = text.split(":")
-        schedule = RoundSchedule(int(steps), float(level), float(scale), float(alpha))
-        is_likely = (
-            0 < schedule.steps < 1_000_000
-            and -100 < schedule.level < 0 < schedule.scale < 10
-            and 0 <= schedule.alpha < 1e6
-        )
-        if not is_likely:
-            raise ValueError(text)
+        return msgspec.convert(dict(zip(names, text.split(":"), strict=True)), RoundSchedule, strict=False)
     except ValueError as error:
         raise UsageError(
             f"--round-schedule {text}: not a schedule", "give it as `mpu unlearn` printed it, such as 60:-6.5:1:10"
         ) from error
-    return schedule
 
 
 def memory_of(memory: Memory, work: Work) -> str:

@@ -13,11 +13,13 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from mpu_cli.errors import MpuError
-from mpu_cli.files.boundary import Document, Scale, parse_document
+from mpu_cli.files.boundary import Count, Document, Scale, parse_document
 from mpu_cli.files.resumption import alone_with_private, append_line, read_lines
 from mpu_cli.files.sealing import default_identity_path, own_secret
 from mpu_cli.plugins import extension
@@ -57,10 +59,10 @@ Spending = Mechanism | Release | None  # None: a training without a bound
 class RoundSchedule:
     """The schedule that all copies of a round have to share for the noise to cancel, as the first one settled it."""
 
-    steps: int
-    level: float  # of the hinge loss, in nats per token
-    scale: float  # the share of the change that is returned
-    alpha: float  # the weight of the retain term
+    steps: Count
+    level: Annotated[float, Meta(gt=-100, lt=0)]  # of the hinge loss, in nats per token
+    scale: Annotated[float, Meta(gt=0, lt=10)]  # the share of the change that is returned
+    alpha: Annotated[float, Meta(ge=0, lt=1e6)]  # the weight of the retain term
 
 
 @dataclass(frozen=True)
