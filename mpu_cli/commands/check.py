@@ -15,7 +15,7 @@ from mpu_cli.files.manifest import CopyManifest, read_copy_manifest
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import ALLOW, FORCE, IDENTITY, Command, Report, Table
-from mpu_cli.options.declare import as_arguments, declared_options, flat, from_flat, group, option
+from mpu_cli.options.declare import as_arguments, declared_options, differing, from_flat, group, option
 from mpu_cli.options.evaluation import Checking, Scoring
 from mpu_cli.subprocesses import process_count
 from mpu_cli.version import __version__
@@ -133,13 +133,8 @@ class Check(Command):
                 "name the records with --forget, --retain and --unseen, and the copy with --before",
             )
         noted, first = noted_options(request), requests_alike(request, requests)[0]
-        values = flat(self.checking)
-        named = {
-            name: values[name]
-            for name, declared in declared_options(Checking).items()
-            if values[name] != declared.default
-        }
-        checking = from_flat(Checking, {name: value for name, value in noted.items() if name in values} | named)
+        noted = {name: value for name, value in noted.items() if name in declared_options(Checking)}
+        checking = from_flat(Checking, noted | differing(self.checking))
         # Before the first round: after one that did not suffice, later copies know the records less, and lack what it
         # lost of the others.
         if self.before is None:  # a copy that knew more before would make less of what is left

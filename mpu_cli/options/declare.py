@@ -432,11 +432,16 @@ def _parsed(declaration: Declaration, text: str) -> object:
     return text
 
 
+def differing(options: Options) -> dict[str, object]:
+    """The options that differ from their defaults, by name."""
+    declarations = declared_options(cast(AnyClass, type(options)))
+    return {name: value for name, value in flat(options).items() if value != declarations[name].default}
+
+
 def flags_set(command: Options, *groups: Options) -> list[str]:
     """The flags in ``command`` of the options of these ``groups`` that differ from the defaults."""
     declarations = declared_options(cast(AnyClass, type(command)))
-    values = {name: value for group in groups for name, value in flat(group).items()}
-    return [declarations[name].flag for name, value in values.items() if value != declarations[name].default]
+    return [declarations[name].flag for group in groups for name in differing(group)]
 
 
 def as_arguments(options: Options, without: Collection[str] = (), *, of: AnyClass = None) -> list[str]:

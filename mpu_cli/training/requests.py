@@ -23,7 +23,7 @@ from mpu_cli.files.manifest import CopyManifest
 from mpu_cli.files.resumption import alone_with_private, append_line, read_lines
 from mpu_cli.files.sealing import default_identity_path
 from mpu_cli.observer import SILENT, Observer
-from mpu_cli.options.declare import declared_options, flat, from_flat
+from mpu_cli.options.declare import declared_options, differing, from_flat
 from mpu_cli.options.unlearning import Checks, Goal, Prompts, RecordFormat, Unlearning
 from mpu_cli.records.forms import Record, digest_of_record
 from mpu_cli.records.read import read_records
@@ -114,24 +114,15 @@ def write_request(path: Path, request: Request) -> None:
 def options_to_note(unlearning: Unlearning, goal: Goal, checks: Checks) -> dict[str, Any]:
     """The options that a later check needs, as far as they are not the defaults, with paths from the root."""
     names = {*SOURCES, "max_left", "min_kept", "held_out", *declared_options(RecordFormat), *declared_options(Prompts)}
-    declarations = declared_options(Unlearning) | declared_options(Goal) | declared_options(Checks)
-    values = flat(unlearning) | flat(goal) | flat(checks)
-    options = {}
-    for name in sorted(names & values.keys()):
-        value = values[name]
-        if value != declarations[name].default or name == "retain":
-            options[name] = _noted(name, value)
-    return options
+    values = differing(unlearning) | differing(goal) | differing(checks) | {"retain": unlearning.records.retain}
+    return {name: _noted(name, values[name]) for name in sorted(names & values.keys())}
 
 
 def source_of(unlearning: Unlearning, forget: Sequence[Record]) -> Source:
     """The source of the records to ``forget`` of a request."""
-    reading = unlearning.records.reading
-    declarations = declared_options(RecordFormat)
-    differing = {
-        name: _noted(name, value) for name, value in flat(reading).items() if value != declarations[name].default
-    }
-    return Source(from_root(unlearning.records.forget), differing, _digest(forget))
+    differing_options = differing(unlearning.records.reading)
+    reading = {name: _noted(name, value) for name, value in differing_options.items()}
+    return Source(from_root(unlearning.records.forget), reading, _digest(forget))
 
 
 def _noted(name: str, value: object) -> Any:
