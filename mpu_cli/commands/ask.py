@@ -86,7 +86,7 @@ def _noted_prompts(source: str, observer: Observer) -> Prompts:
     the defaults if there is none."""
     from mpu_cli.training.requests import default_requests_path, read_requests, request_on
 
-    manifest = read_copy_manifest(Path(source)) if Path(source).is_dir() else None
+    manifest = read_copy_manifest(Path(source))
     request = request_on(manifest, read_requests(default_requests_path()))
     names = flat(Prompts())
     values = {name: value for name, value in request.options.items() if name in names} if request else {}

@@ -124,7 +124,7 @@ class Check(Command):
         )
 
         with opened_copy(self.copy, self.identity, observer) as source_path:
-            manifest = read_copy_manifest(Path(source_path)) if Path(source_path).is_dir() else None
+            manifest = read_copy_manifest(Path(source_path))
         requests = read_requests(default_requests_path())
         request = request_on(manifest, requests)
         if request is None:
@@ -245,13 +245,13 @@ class Check(Command):
 
 def _all_copies(copy: str) -> list[Path]:
     """``copy``, and those of its publication that lie beside it: deltas of all of them are needed."""
-    manifest = read_copy_manifest(Path(copy)) if Path(copy).is_dir() else None
+    manifest = read_copy_manifest(Path(copy))
     if manifest is None:
         return [Path(copy)]
     copies = [Path(copy)]
     for path in Path(copy).parent.glob("copy_*"):
         try:
-            other = read_copy_manifest(path) if path.is_dir() and not path.is_symlink() else None
+            other = None if path.is_symlink() else read_copy_manifest(path)
         except MpuError:  # something else, or damaged: it is not what was checked
             continue
         if other and (other.run, other.round) == (manifest.run, manifest.round) and other.copy != manifest.copy:

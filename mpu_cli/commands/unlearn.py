@@ -87,7 +87,7 @@ class UnlearnPlan:
         target = self.targets[copy]
         if not self.command.logging.resume or self.command.force or not target.exists():
             return False
-        origin = read_copy_manifest(opened) if opened.is_dir() else None
+        origin = read_copy_manifest(opened)
         if origin is None or delta_manifest(open_checkpoint(target).metadata, target).origin != origin:
             raise MpuError(f"{target}: already exists, and is not the delta of {copy}", "use --force to replace it")
         return True
@@ -116,7 +116,7 @@ class UnlearnPlan:
                     shutil.rmtree(resume_folder(target), ignore_errors=True)  # left if it was killed before that
                     outcomes.append(Unlearned(copy, target, None, record_warnings=self.warnings))
                     continue
-                manifest = read_copy_manifest(Path(source)) if Path(source).is_dir() else None
+                manifest = read_copy_manifest(Path(source))
                 round_id = (manifest.run, manifest.round) if manifest else None
                 note = partial(self._note, copy, manifest, observer)
                 result = self._train(copy, source, observer, schedules.get(round_id), note)
@@ -344,7 +344,7 @@ class Unlearn(Command):
             )
         targets = self._targets(copies)
         sources = [source_of(options, data.forget)]
-        manifests = {copy: read_copy_manifest(Path(copy)) if Path(copy).is_dir() else None for copy in copies}
+        manifests = {copy: read_copy_manifest(Path(copy)) for copy in copies}
         # read in any case: damage shows before the training
         latest = latest_on(read_requests(default_requests_path()), manifests, sources[0])
         continuations: Mapping[str, Continuation] = {}

@@ -128,7 +128,7 @@ def facts_of(metadata: Mapping[str, str]) -> dict[str, Any]:
 
 
 def read_copy_manifest(folder: Path, metadata: Mapping[str, str] | None = None) -> CopyManifest | None:
-    """The manifest of the copy in ``folder``, or None if it is a model that mpu did not publish.
+    """The manifest of the copy in ``folder``, or None if it is a model that mpu did not publish, or not a folder.
 
     If the ``metadata`` of the weights next to it is given, raises MpuError if they belong to a different copy.
     """
@@ -170,7 +170,7 @@ def manifest_of(path: Path, metadata: Mapping[str, str]) -> DeltaManifest | Copy
     mpu did not make, and for those of a copy or a model without their folder."""
     if facts_of(metadata).get("format") == "mpu-delta":
         return delta_manifest(metadata, path)
-    return (read_copy_manifest(path) or read_model_manifest(path)) if path.is_dir() else None
+    return read_copy_manifest(path) or read_model_manifest(path)
 
 
 FactsOf = TypeVar("FactsOf")
@@ -212,7 +212,7 @@ def round_of_copy(copy: Path) -> int:
     if copy.suffix == ".age":
         named = _ROUND_FOLDER.fullmatch(copy.absolute().parent.name)
         return int(named[1]) if named else 1
-    manifest = read_copy_manifest(copy) if copy.is_dir() else None
+    manifest = read_copy_manifest(copy)
     return manifest.round if manifest else 1
 
 

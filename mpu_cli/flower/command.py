@@ -95,7 +95,7 @@ class Watch(Command):
         for pattern in ("copy_*", "in/copy_*", "in/*/copy_*"):  # where nobody looks
             for path in sorted(spool.glob(pattern)):
                 try:
-                    manifest = read_copy_manifest(path) if path.is_dir() else None
+                    manifest = read_copy_manifest(path)
                 except MpuError:
                     continue
                 if manifest:
