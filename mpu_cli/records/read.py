@@ -130,11 +130,11 @@ def files_of_folder(folder: Path, split: str | None = None) -> list[Path]:
     if suffixes <= {*TEXT_SUFFIXES} and split is None:
         return files
     splits = _splits_of(folder, files)
-    if split is None and len(splits) > 1:
-        raise MpuError(
-            f"{folder}: has the splits {', '.join(splits)}", f"choose one, such as {folder}:{next(iter(splits))}"
-        )
-    if split is not None and split not in splits:
+    if split is None:
+        split = next(iter(splits))
+        if len(splits) > 1:
+            raise MpuError(f"{folder}: has the splits {', '.join(splits)}", f"choose one, such as {folder}:{split}")
+    elif split not in splits:
         raise MpuError(f"{folder}: no split {split!r} (available: {', '.join(splits) or 'none'})")
     of_splits = {file for paths in splits.values() for file in paths}
     path_of = {file: folder.resolve() / file.relative_to(folder) for file in files}  # links to files stay links
@@ -144,8 +144,7 @@ def files_of_folder(folder: Path, split: str | None = None) -> list[Path]:
             f"{folder}: {counted(len(unread), 'file')} would not be read: {names}",
             f"name a pattern, such as {_commonest_pattern(files)!r}, or keep other files elsewhere",
         )
-    chosen = splits[split] if split is not None else next(iter(splits.values()))
-    return [file for file in files if path_of[file] in chosen]
+    return [file for file in files if path_of[file] in splits[split]]
 
 
 def _commonest_pattern(files: list[Path]) -> str:
@@ -209,7 +208,7 @@ class _SplitOfCard(Document):
     path: Patterns
 
 
-class _ConfigOfCard(Document):
+class _ConfigOfCard(Document, omit_defaults=True):
     config_name: Word = "default"
     data_files: (
         Pattern | Annotated[list[Pattern | _SplitOfCard], Meta(max_length=1000)] | dict[Word, Patterns] | None
@@ -244,9 +243,6 @@ def _card_of(folder: Path) -> str | None:
         return None
     card = parse_document(_Card, {"configs": facts["configs"]}, where, "name the files themselves")
     entries = msgspec.to_builtins(card)
-    for config in entries["configs"]:
-        for name in [name for name, value in config.items() if value is None]:
-            del config[name]
     return f"---\n{yaml.safe_dump(entries, sort_keys=False)}---\n"
 
 

@@ -132,18 +132,19 @@ class UnlearningResult:
 
     def facts(self, algorithm: str) -> dict[str, object]:
         """The outcome of ``algorithm``, for JSON."""
+        values = asdict(self)
         return {
             "algorithm": algorithm,
             "lr": self.rate,
             "norm": self.norm,
             "lost_to_rounding": self.rounding,
-            "before": asdict(self.before) if self.before else None,
-            "after": asdict(self.after) if self.after else None,
+            "before": values["before"],
+            "after": values["after"],
             "warnings": self.warnings(),
             "privacy": self.spent,
-            "round_schedule": asdict(self.schedule) if self.schedule else None,
-            "scores": asdict(self.scores) if self.scores else None,
-            "steps": [asdict(step) for step in self.steps],
+            "round_schedule": values["schedule"],
+            "scores": values["scores"],
+            "steps": values["steps"],
         }
 
     def warnings(self) -> list[str]:
