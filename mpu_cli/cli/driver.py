@@ -50,8 +50,12 @@ def typer_command(command: type[Command], *, with_options: bool = True) -> Calla
 
 
 def _switch(name: str, flag: str, text: str) -> inspect.Parameter:
-    kind = Annotated[bool, typer.Option(flag, help=text)]
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+    return _keyword(name, bool, typer.Option(flag, help=text), default=False)
+
+
+def _keyword(name: str, kind: Any, info: Any, *, default: Any) -> inspect.Parameter:
+    """A parameter of this ``kind``, as typer reads it."""
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
 
 
 def _parameter(declaration: Declaration) -> inspect.Parameter:
@@ -81,9 +85,7 @@ def _parameter(declaration: Declaration) -> inspect.Parameter:
             *names, help=declaration.help, metavar=declaration.metavar, rich_help_panel=declaration.panel,
             hidden=declaration.hidden,
         )  # fmt: skip
-    return inspect.Parameter(
-        declaration.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info]
-    )
+    return _keyword(declaration.name, kind, info, default=default)
 
 
 def _folded_parameter(fold: Fold, members: Sequence[Declaration]) -> inspect.Parameter:
@@ -94,8 +96,7 @@ def _folded_parameter(fold: Fold, members: Sequence[Declaration]) -> inspect.Par
     from_file = ["Also from FILE.toml."] if any(member.in_files for member in members) else []
     text = " ".join([fold.help, *from_file, *names])
     info = typer.Option(fold.flag, help=text, metavar="NAME=VALUE,…", rich_help_panel=members[0].panel)
-    kind = Annotated[Optional[str], info]  # noqa: UP045 (the kind is a value here)
-    return inspect.Parameter(fold.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+    return _keyword(fold.name, Optional[str], info, default=None)  # noqa: UP045 (the kind is a value here)
 
 
 def carry_out(command: Command, *, dry_run: bool, as_json: bool) -> None:

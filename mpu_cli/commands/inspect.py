@@ -21,6 +21,14 @@ from mpu_cli.options.declare import option
 from mpu_cli.wording import command_line, one_line
 
 LONGEST_TEXT = 2000  # characters of a value
+# Weights that have no manifest of their own, by the format in their metadata: in words, and the facts that are shown.
+STATED = {
+    "mpu-copy": ("weights of a copy", [field.name for field in fields(CopyManifest)]),
+    "mpu-reference": (
+        "a reference model's probabilities for a client's records: keep it with the client", ["run", "copy", "asks"]
+    ),
+    "mpu-model": ("model, after aggregation", ["run", "round"]),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,9 +142,9 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
 
     checkpoint = open_checkpoint(path, links=False)
     stated = facts_of(checkpoint.metadata)
-    format_ = stated.get("format")
     facts: dict[str, object] = {"kind": "model"}
     manifest = manifest_of(path, checkpoint.metadata)
+    format_ = "mpu-model" if isinstance(manifest, ModelManifest) else str(stated.get("format"))
     if isinstance(manifest, DeltaManifest):
         facts = {"kind": "delta, " + ("inverted" if manifest.inverted else "in its copy's coordinates")}
         facts |= {"algorithm": manifest.algorithm, "contents": manifest.kind}
@@ -148,15 +156,9 @@ def _checkpoint(path: Path, tensors: bool) -> dict[str, object]:
         facts |= _belonging(origin) if origin else {"belongs to": "no run (made from a model that is not an mpu copy)"}
     elif isinstance(manifest, CopyManifest):
         facts = {"kind": "copy, as published", **_belonging(manifest)}
-    elif format_ == "mpu-copy":
-        names = {field.name for field in fields(CopyManifest)}
-        facts = {"kind": "weights of a copy"} | {k: v for k, v in stated.items() if k in names}
-    elif format_ == "mpu-reference":
-        facts = {"kind": "a reference model's probabilities for a client's records: keep it with the client"}
-        facts |= {k: v for k, v in stated.items() if k in ("run", "copy", "asks")}
-    elif isinstance(manifest, ModelManifest) or format_ == "mpu-model":
-        facts = {"kind": "model, after aggregation"}
-        facts |= {k: v for k, v in stated.items() if k in ("run", "round")}
+    elif format_ in STATED:
+        kind, names = STATED[format_]
+        facts = {"kind": kind} | {name: value for name, value in stated.items() if name in names}
     elif path.is_dir() and (path / ADAPTER_CONFIG).is_file() and not (path / "config.json").exists():
         config = read_json_object(path / ADAPTER_CONFIG, links=False)
         facts = {"kind": "LoRA adapter (peft)", "rank": config.get("r"), "for": config.get("base_model_name_or_path")}

@@ -262,10 +262,8 @@ _MACRO = (
 def parse_date(text: str) -> date:
     """Parse a day such as 10 Apr 2025 or 2025-04-10."""
     for form in _FORMATS:
-        try:
+        with suppress(ValueError):
             return datetime.strptime(text, form).date()
-        except ValueError:
-            continue
     raise UsageError(f"--reading date={text!r}: not a date such as {DATE!r} or 2025-04-10")
 
 
