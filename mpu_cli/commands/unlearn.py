@@ -327,7 +327,7 @@ class Unlearn(Command):
         options = in_float32_if_private(self.unlearning, observer)
         data = read_dataset(options, observer)
         stopping_rule = None
-        if options.epochs is None and options.privacy.dp_epsilon is None and process_count() == 1:
+        if options.epochs is None and not options.privacy.is_on and process_count() == 1:
             schedule = _round_schedule(self.round_schedule) if self.round_schedule else None
             stopping_rule = StoppingRule(self.goal, self.stopping, schedule)
             data = hold_out(data, self.goal.held_out)
@@ -352,7 +352,7 @@ class Unlearn(Command):
             latest = {}
         if stopping_rule and not options.privacy.public_records:
             earlier = earlier_requests(
-                latest, copies, data.forget, with_change=options.lora.lora_rank is None, observer=observer
+                latest, copies, data.forget, with_change=not options.lora.is_on, observer=observer
             )
             if earlier:
                 sources += earlier.sources
@@ -368,7 +368,7 @@ class Unlearn(Command):
             )
         check_options(options, stopping_rule.goal if stopping_rule else None)
         check_logging(self.logging, options.privacy)
-        if options.privacy.dp_epsilon is not None:
+        if options.privacy.is_on:
             extension("private").check_opacus()
         return UnlearnPlan(
             command=self, targets=targets, data=data, options=options, stopping_rule=stopping_rule, sources=sources,
@@ -470,7 +470,7 @@ class Unlearn(Command):
                 f"so few steps at this rate hardly forget: --lr auto would be {cost.usual_rate:.2g}; `mpu tune` finds "
                 "both"
             )
-        if plan.options.privacy.dp_epsilon is not None:
+        if plan.options.privacy.is_on:
             planned = plan_privately(
                 plan.data, plan.options, objective_of(plan.options.algo, plan.options.algorithm_options)
             )

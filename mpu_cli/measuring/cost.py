@@ -236,7 +236,7 @@ def peak_memory(
     sizes = [p.numel() for name, p in empty_model.named_parameters() if name in trained_names]
     trained = sum(sizes)
     scattered = sum(size for size in sizes if size * width < RETURNED)
-    if options.lora.lora_rank is not None:
+    if options.lora.is_on:
         shapes = [weight.shape for weight in lora.adapted_parameters(empty_model, options.lora, trained_names).values()]
         trained = scattered = sum(math.prod(shape[:-2]) * options.lora.rank * sum(shape[-2:]) for shape in shapes)
         width = FACTORS
@@ -290,7 +290,7 @@ def _without_data(
         if options.lora.quantize and options.training.precision == "mixed":  # products of what 4 bits stand for
             for layer in linear_layers(model).values():
                 layer.to(torch.bfloat16)
-        if options.lora.lora_rank is not None:
+        if options.lora.is_on:
             targets = lora.adapted_parameters(model, options.lora, trained)
             model.requires_grad_(False)
             for name, weight in targets.items():

@@ -265,6 +265,10 @@ class Lora(Options):
     )
 
     @property
+    def is_on(self) -> bool:
+        return self.lora_rank is not None
+
+    @property
     def rank(self) -> int:
         """The rank, if LoRA is on."""
         assert self.lora_rank is not None
@@ -311,6 +315,10 @@ class Privacy(Options):
         affects_result=False,
         fold=DP,
     )
+
+    @property
+    def is_on(self) -> bool:
+        return self.dp_epsilon is not None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -46,9 +46,9 @@ def check_options(options: Unlearning, goal: Goal | None = None) -> Objective:
     """The objective that ``options`` describe; ``goal``: of a training that stops when it is done, or None."""
     objective = objective_of(options.algo, options.algorithm_options)
     training, lora, privacy = options.training, options.lora, options.privacy
-    is_private = privacy.dp_epsilon is not None
+    is_private = privacy.is_on
     check_training(training, options.prompts.date)
-    if lora.lora_rank is None and lora != Lora():
+    if not lora.is_on and lora != Lora():
         raise UsageError("--lora alpha, targets and quantize need --lora rank")
     if lora.quantize is not None:
         if training.precision == "float64" or is_sharded():
@@ -78,7 +78,7 @@ def check_options(options: Unlearning, goal: Goal | None = None) -> Objective:
 def in_float32_if_private(options: Unlearning, observer: Observer) -> Unlearning:
     """``options`` as they are or, for DP-SGD in bfloat16, in float32: in 8 bits, one record changes how the gradients
     of all are rounded, and their sum by more than the clip that ε is computed from."""
-    if options.privacy.dp_epsilon is None or options.training.precision not in (AUTO, "bfloat16"):
+    if not options.privacy.is_on or options.training.precision not in (AUTO, "bfloat16"):
         return options
     if options.training.precision == "bfloat16":
         observer.warn(
@@ -152,7 +152,7 @@ def check_training(training: Training, date: str) -> None:
 
 def check_logging(logging: Logging, privacy: Privacy) -> None:
     """Raise UsageError for logs that would leak private records, MpuError for a library that is not installed."""
-    if privacy.dp_epsilon is not None and (logging.resume or logging.log or logging.report_to):
+    if privacy.is_on and (logging.resume or logging.log or logging.report_to):
         raise UsageError("--dp epsilon does not work with --resume, --log or --training report_to")
     if (name := logging.report_to) and find_spec(name) is None:
         raise MpuError(f"--training report_to={name} needs {name}", f"install it with pip install {name}")
@@ -217,11 +217,11 @@ def decisive_options(options: Unlearning) -> dict[str, object]:
     contents."""
     values = flat(replace(options, epochs=epochs_of(options)))
     left_out = set(declared_options(Records))
-    if options.lora.lora_rank is None:
+    if not options.lora.is_on:
         left_out |= declared_options(Lora).keys()
     else:
         values["lora_alpha"] = options.lora.alpha
-    if options.privacy.dp_epsilon is None:
+    if not options.privacy.is_on:
         left_out |= declared_options(Privacy).keys()
     declarations = declared_options(Unlearning)
     return {name: value for name, value in values.items() if declarations[name].affects_result and name not in left_out}

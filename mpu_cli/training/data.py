@@ -100,7 +100,7 @@ class Dataset:
                 )
         retain = (*self.retain, *self.held_out)
         remarks += remarks_on_overlap(self.forget, retain, "which works against forgetting")
-        if privacy.dp_epsilon is not None:
+        if privacy.is_on:
             remarks += remarks_on_units((*self.forget, *self.retain), privacy.dp_unit)
         return remarks
 
@@ -179,7 +179,7 @@ def encoded_sets(
     Those are all of them, except under DP-SGD: there, a record that the tokenizer or its template rejects is left out,
     because a failure would tell the model's owner that it is there.
     """
-    private = options.privacy.dp_epsilon is not None
+    private = options.privacy.is_on
     # A longer record would change what the model computes of the others in its batch.
     limits, prompts = limits_of(model, independent=private), options.prompts
     encoding = encoding_of(tokenizer, prompts, prompts.template, limits)

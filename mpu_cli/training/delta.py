@@ -84,8 +84,8 @@ Change = FullChange | LoraChange
 def change_of(options: Unlearning, model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype) -> Change:
     """The change that training ``model``, loaded from ``checkpoint``, will return."""
     names = names_in_files(model, checkpoint, options.train_embeddings)
-    if options.lora.lora_rank is not None:
-        per_record = options.privacy.dp_epsilon is not None  # Opacus forms gradients in the dtype of inputs
+    if options.lora.is_on:
+        per_record = options.privacy.is_on  # Opacus forms gradients in the dtype of inputs
         return LoraChange(names, options.lora, wide_inputs=per_record)
     return FullChange(names, checkpoint, dtype)
 

@@ -57,7 +57,7 @@ def usual_rate(options: Unlearning, weights: int, steps: int) -> float | None:
     share = 1.0
     if not algorithm_named(options.algo).bounded:
         share *= UNBOUNDED
-    if options.lora.lora_rank is not None:
+    if options.lora.is_on:
         share *= LOW_RANK
     reach_per_step = max(ADAM_REACH / max(LEAST_STEPS, steps), LEAST_REACH_PER_STEP)
     return _rounded_rate(share * reach_per_step, weights)

@@ -328,7 +328,7 @@ class UnlearningTask:
                 f"({processes.num_processes} here)",
                 "start them with torchrun or accelerate launch",
             )
-        if options.privacy.dp_epsilon is not None and processes.num_processes > 1:
+        if options.privacy.is_on and processes.num_processes > 1:
             raise UsageError("--dp epsilon does not work with several processes")
         self.is_main_process = processes.is_main_process
         self.is_alone = processes.num_processes == 1  # of several, none has the whole model
@@ -364,7 +364,7 @@ class UnlearningTask:
         if options.prompts.template is None and not tokenizer.chat_template:
             self.observer.note("the copy's tokenizer has no chat template: records are read as 'Question: … Answer: …'")
         self.private: Any = None  # the plan of DP-SGD, None without it
-        if options.privacy.dp_epsilon is not None:
+        if options.privacy.is_on:
             extension("private").check_opacus()
             if any(".experts." in name for name in self.change.trainable_names(model)):
                 raise UsageError(
@@ -404,7 +404,7 @@ class UnlearningTask:
                 trusted=self.checks is None or self.checks.trust_copy,
             )  # fmt: skip
         except OSError as error:
-            if privacy.dp_epsilon is not None:
+            if privacy.is_on:
                 raise MpuError(f"{self.ledger}: cannot be written: {error.strerror}, so no budget holds") from error
             self.observer.warn(f"{self.ledger}: {error.strerror}; this training is not in your ledger")
             return None, ()
@@ -533,7 +533,7 @@ class UnlearningTask:
         """Write the losses down, and note if no check of the copy found anything. Raises MpuError for signs that it was
         built to carry records out, and for losses that are not finite, but not under DP: which records they are of
         would tell what those hold."""
-        is_private = self.options.privacy.dp_epsilon is not None
+        is_private = self.options.privacy.is_on
         has_losses = before is not None and math.isfinite(before.forget + (before.retain or 0.0))
         if before and not has_losses and not is_private:
             raise without_numbers(self.copy)
@@ -585,7 +585,7 @@ class UnlearningTask:
             if has_level:
                 constants = replace(constants, level=early_stopping.level)
         # Not under DP, where the level would leak what the copy knows.
-        elif has_level and before and options.algorithm_options.level is None and options.privacy.dp_epsilon is None:
+        elif has_level and before and options.algorithm_options.level is None and not options.privacy.is_on:
             constants = replace(constants, level=pulling_level(constants.level, before.forget))
         self.objective = replace(self.objective, constants=constants)
         return early_stopping
