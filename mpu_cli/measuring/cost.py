@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -24,7 +24,7 @@ from mpu_cli.model.tensors import BYTES, linear_layers
 from mpu_cli.observer import Observer
 from mpu_cli.options.unlearning import Unlearning
 from mpu_cli.protocol.stream import BUFFERS
-from mpu_cli.records.encode import Encoding, Example, answer_tokens
+from mpu_cli.records.encode import EncodedSets, Encoding, Example, answer_tokens
 from mpu_cli.records.forms import Record
 from mpu_cli.training import lora
 from mpu_cli.training.checks import PRECISIONS, check_options, epochs_of
@@ -210,7 +210,7 @@ def rows_at_once(options: Unlearning, objective: Objective, records: int | None 
     return min(of_step, records_at_once(training, device_of(training.device), of_step))
 
 
-def largest_work(sets: Mapping[str, Sequence[Example]], options: Unlearning, objective: Objective) -> Work:
+def largest_work(sets: EncodedSets, options: Unlearning, objective: Objective) -> Work:
     """The largest micro-batch of a training on ``sets``: as many records as go at once, all as long as the longest."""
     examples = [example for of_set in sets.values() for example in of_set]
     rows = rows_at_once(options, objective, len(sets["forget"]))

@@ -62,6 +62,7 @@ class Example:
 
 
 Outcome = list[Example] | MpuError  # of a record
+EncodedSets = Mapping[str, Sequence[Example]]  # the examples of each set, by name
 
 
 @dataclass(frozen=True)

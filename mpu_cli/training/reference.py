@@ -21,7 +21,7 @@ from mpu_cli.files.manifest import as_metadata, facts_of
 from mpu_cli.files.reader import open_checkpoint
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.model.network import Head, Logits, input_of, output_of_layer, separate_head
-from mpu_cli.records.encode import Example, answer_tokens, pad
+from mpu_cli.records.encode import EncodedSets, Example, answer_tokens, pad
 from mpu_cli.training.losses import Scores, locate_answers, score
 
 EMBEDDING_ROWS = 1 << 14  # of the embedding that are converted to float64 at a time
@@ -183,7 +183,7 @@ def save_references(path: Path, sets: ExampleSets, facts: Mapping[str, object]) 
 
 def load_references(
     path: Path,
-    examples: Mapping[str, Sequence[Example]],
+    examples: EncodedSets,
     reference_outputs: Mapping[str, str | None],
     facts: Mapping[str, object],
 ) -> dict[str, ExampleSet]:

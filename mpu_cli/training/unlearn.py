@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from importlib.metadata import version
 from itertools import chain
@@ -40,7 +40,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import flat
 from mpu_cli.options.unlearning import AUTO, Checks, Logging, Training, Unlearning
 from mpu_cli.plugins import extension
-from mpu_cli.records.encode import Example
+from mpu_cli.records.encode import EncodedSets, Example
 from mpu_cli.subprocesses import process_count
 from mpu_cli.training.checks import (
     PRECISIONS,
@@ -410,9 +410,7 @@ class UnlearningTask:
             return None, ()
         return entry, earlier
 
-    def _signs(
-        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Mapping[str, Sequence[Example]]
-    ) -> list[str]:
+    def _signs(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: EncodedSets) -> list[str]:
         """Signs in the copy itself that it was built to carry records out, as far as the checks look for them."""
         signs: list[str] = []
         checks, data = self.checks, self.data
@@ -429,9 +427,7 @@ class UnlearningTask:
             signs += against_public(self.copy, tokenizer, open_model(checks.public), texts)
         return signs
 
-    def _with_references(
-        self, model: PreTrainedModel, examples: Mapping[str, Sequence[Example]]
-    ) -> dict[str, ExampleSet]:
+    def _with_references(self, model: PreTrainedModel, examples: EncodedSets) -> dict[str, ExampleSet]:
         """Each set with the outputs of the frozen copy.
 
         That is ``model`` or, where the reference file is read, round 1's; else it is kept in that file, if there is
