@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from mpu_cli.commands.publish import command_to_publish
 from mpu_cli.commands.secrets import opened_keys
@@ -30,8 +30,8 @@ class Aggregate(Command):
     Prints the path of the unlearned model.
     """
 
-    NAME: ClassVar[str] = "aggregate"
-    EXAMPLE: ClassVar[str] = "mpu aggregate deltas/ --keys keys.bin"
+    NAME = "aggregate"
+    EXAMPLE = "mpu aggregate deltas/ --keys keys.bin"
 
     deltas: list[str] = option(
         ...,

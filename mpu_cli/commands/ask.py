@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from mpu_cli.errors import UsageError
 from mpu_cli.files.manifest import read_copy_manifest
@@ -32,8 +31,8 @@ class Ask(Command):
     request on copies of the first model's run, unless options say otherwise. Prints a line for each.
     """
 
-    NAME: ClassVar[str] = "ask"
-    EXAMPLE: ClassVar[str] = "mpu ask copy_1 'Who is Ada?' --delta deltas/copy_1.safetensors"
+    NAME = "ask"
+    EXAMPLE = "mpu ask copy_1 'Who is Ada?' --delta deltas/copy_1.safetensors"
 
     models: list[str] = option(
         ..., "Model directories, copies (sealed or not) or Hub ids.", metavar="MODEL…", argument=True

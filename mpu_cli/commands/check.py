@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.commands.unlearn import Unlearn
 from mpu_cli.errors import MpuError, UsageError
@@ -54,8 +54,8 @@ class Check(Command):
     another. Prints a table and the verdict; exits with status 1 unless it is a pass.
     """
 
-    NAME: ClassVar[str] = "check"
-    EXAMPLE: ClassVar[str] = (
+    NAME = "check"
+    EXAMPLE = (
         "mpu check round_2/copy_1 --before copy_1 --forget forget.jsonl --retain retain.jsonl --unseen unseen.jsonl"
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.errors import MpuError
 from mpu_cli.observer import SILENT, Observer
@@ -24,8 +24,8 @@ class CheckFamily(Command):
     Exits with status 1 if a symmetry changes what the model computes. Prints a verdict.
     """
 
-    NAME: ClassVar[str] = "check-family"
-    EXAMPLE: ClassVar[str] = "mpu check-family my-model"
+    NAME = "check-family"
+    EXAMPLE = "mpu check-family my-model"
 
     model: str = option(..., "A model directory, .safetensors file or Hub id.", metavar="MODEL", argument=True)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.errors import UsageError
 from mpu_cli.files.resumption import differences
@@ -32,13 +32,9 @@ class Evaluate(Command):
     An interrupted run resumes where it left off. Prints a table, and the path of the result.
     """
 
-    NAME: ClassVar[str] = "eval"
-    EXAMPLE: ClassVar[str] = (
-        "mpu eval unlearned --forget forget.jsonl --retain retain.jsonl --unseen unseen.jsonl --out eval.json"
-    )
-    ESSENTIAL: ClassVar[str] = (
-        "--benchmark --forget --retain --unseen --retain-log --columns --attacks --show --plot --out"
-    )
+    NAME = "eval"
+    EXAMPLE = "mpu eval unlearned --forget forget.jsonl --retain retain.jsonl --unseen unseen.jsonl --out eval.json"
+    ESSENTIAL = "--benchmark --forget --retain --unseen --retain-log --columns --attacks --show --plot --out"
 
     model: str = option(
         ..., "A model directory, .safetensors file, Hub id, or an output of mpu.", metavar="MODEL", argument=True

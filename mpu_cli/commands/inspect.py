@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from mpu_cli.commands.secrets import opened_keys
 from mpu_cli.commands.status import facts_of_folder
@@ -38,8 +38,8 @@ class Inspect(Command):
     Changes nothing. PATH may be a link; links inside a folder are not followed.
     """
 
-    NAME: ClassVar[str] = "inspect"
-    EXAMPLE: ClassVar[str] = "mpu inspect copy_1"
+    NAME = "inspect"
+    EXAMPLE = "mpu inspect copy_1"
 
     path: Path = option(
         ...,

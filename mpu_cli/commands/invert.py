@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.commands.secrets import opened_keys
 from mpu_cli.files.transaction import Transaction
@@ -24,8 +24,8 @@ class Invert(Command):
     Prints the path of each inverted delta.
     """
 
-    NAME: ClassVar[str] = "invert"
-    EXAMPLE: ClassVar[str] = "mpu invert deltas/copy_1.safetensors --keys keys.bin"
+    NAME = "invert"
+    EXAMPLE = "mpu invert deltas/copy_1.safetensors --keys keys.bin"
 
     deltas: list[str] = option(
         ..., "Deltas, directories of them, or - for standard input.", metavar="DELTA…", argument=True

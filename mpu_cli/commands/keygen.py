@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
@@ -19,8 +18,8 @@ class Keygen(Command):
     Prints the path of the identity; the public key goes to standard error.
     """
 
-    NAME: ClassVar[str] = "keygen"
-    EXAMPLE: ClassVar[str] = "mpu keygen"
+    NAME = "keygen"
+    EXAMPLE = "mpu keygen"
 
     out: Path | None = option(
         None, "The identity file (default: mpu/identity.txt in your configuration directory).", metavar="FILE"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.commands.unlearn import memory_of
 from mpu_cli.errors import UsageError
@@ -47,8 +47,8 @@ class Plan(Command):
     Copies and noise are those of `mpu publish` with the same options, memory and steps those of `mpu unlearn`.
     """
 
-    NAME: ClassVar[str] = "plan"
-    EXAMPLE: ClassVar[str] = "mpu plan my-model --forget forget.jsonl --memory 24GB"
+    NAME = "plan"
+    EXAMPLE = "mpu plan my-model --forget forget.jsonl --memory 24GB"
 
     model: str = option(..., "The server's model, or the client's copy of it.", metavar="MODEL", argument=True)
     disguise: Disguise = group(Disguise)

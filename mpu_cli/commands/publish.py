@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.commands.secrets import opened_keys, read_passphrase
 from mpu_cli.errors import MpuError, UsageError
@@ -32,11 +32,9 @@ class Publish(Command):
     Give the copies to the client and keep the keys: `mpu aggregate` needs them. Prints the path of each copy.
     """
 
-    NAME: ClassVar[str] = "publish"
-    EXAMPLE: ClassVar[str] = "mpu publish my-model --public meta-llama/Llama-3.2-1B-Instruct"
-    ESSENTIAL: ClassVar[str] = (
-        "--kappa --public --copies --permanent-noise --noise --symmetries --out --keys --recipient --probe"
-    )
+    NAME = "publish"
+    EXAMPLE = "mpu publish my-model --public meta-llama/Llama-3.2-1B-Instruct"
+    ESSENTIAL = "--kappa --public --copies --permanent-noise --noise --symmetries --out --keys --recipient --probe"
 
     base: str = option(..., "The model: file, directory, sharded index or Hub id.", metavar="BASE", argument=True)
     publishing: Publishing = group(Publishing)

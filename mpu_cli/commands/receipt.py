@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.commands.secrets import opened_keys
 from mpu_cli.errors import MpuError, UsageError
@@ -48,8 +48,8 @@ class Receipt(Command):
     key that is printed then.
     """
 
-    NAME: ClassVar[str] = "receipt"
-    EXAMPLE: ClassVar[str] = "mpu receipt receipt.json --keys keys_2.bin --base unlearned"
+    NAME = "receipt"
+    EXAMPLE = "mpu receipt receipt.json --keys keys_2.bin --base unlearned"
 
     file: Path = option(..., "A receipt from `mpu check --receipt`.", metavar="FILE", argument=True)
     reading: RecordFormat = group(RecordFormat)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.boundary import AGE_HEADER, open_regular
@@ -195,8 +195,8 @@ class Status(Command):
     Reads headers only, and changes nothing. Links are not followed. Prints a line for each round, and the next step.
     """
 
-    NAME: ClassVar[str] = "status"
-    EXAMPLE: ClassVar[str] = "mpu status"
+    NAME = "status"
+    EXAMPLE = "mpu status"
 
     folder: Path = option(Path("."), "Where one of the parties works.", metavar="[FOLDER]", argument=True)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.errors import MpuError, Stopped, UsageError
 from mpu_cli.files.manifest import (
@@ -258,9 +258,9 @@ class Unlearn(Command):
     of the earlier requests are unlearned, too, from the files that they were in.
     """
 
-    NAME: ClassVar[str] = "unlearn"
-    EXAMPLE: ClassVar[str] = "mpu unlearn copy_1 --forget forget.jsonl --retain retain.jsonl --unseen unseen.jsonl"
-    ESSENTIAL: ClassVar[str] = (
+    NAME = "unlearn"
+    EXAMPLE = "mpu unlearn copy_1 --forget forget.jsonl --retain retain.jsonl --unseen unseen.jsonl"
+    ESSENTIAL = (
         "--algo --forget --retain --unseen --public --lr --epochs --batch-size --columns --encoding --out --show "
         "--resume --device"
     )

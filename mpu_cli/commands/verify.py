@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.commands.secrets import opened_keys
 from mpu_cli.errors import MpuError
@@ -24,8 +24,8 @@ class Verify(Command):
     Exits with status 1 if they differ by more than storage rounding.
     """
 
-    NAME: ClassVar[str] = "verify"
-    EXAMPLE: ClassVar[str] = "mpu verify copy_1 --keys keys.bin"
+    NAME = "verify"
+    EXAMPLE = "mpu verify copy_1 --keys keys.bin"
 
     copy: str = option(..., "A copy from `mpu publish`.", metavar="COPY", argument=True)
     keys: Path = option(Path("keys.bin"), KEYS, metavar="FILE")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
@@ -25,8 +25,8 @@ class Demo(Command):
     the unlearned model and of a report.
     """
 
-    NAME: ClassVar[str] = "demo"
-    EXAMPLE: ClassVar[str] = "mpu demo trial --seed 1"
+    NAME = "demo"
+    EXAMPLE = "mpu demo trial --seed 1"
 
     folder: Path = option(Path("mpu-demo"), "Working directory; must not exist yet.", metavar="DIR", argument=True)
     model: str | None = option(

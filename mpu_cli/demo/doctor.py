@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.errors import MpuError
 from mpu_cli.observer import SILENT, Observer
@@ -34,8 +34,8 @@ class Doctor(Command):
     For a bug report: nothing of yours is read or shown. Exits with status 1 if something does not work.
     """
 
-    NAME: ClassVar[str] = "doctor"
-    EXAMPLE: ClassVar[str] = "mpu doctor"
+    NAME = "doctor"
+    EXAMPLE = "mpu doctor"
 
     device: str = option("auto", DEVICE, metavar="DEVICE")
 

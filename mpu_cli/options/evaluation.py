@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
 
 from mpu_cli.errors import UsageError
 from mpu_cli.options.declare import Fold, Options, Range, group, option
@@ -21,7 +20,7 @@ ATTACK_NUMBERS: dict[str, tuple[float, ...]] = {"relearn": (20, 1e-5), "sample":
 class BenchmarkOptions(Options):
     """The records to measure on."""
 
-    PANEL: ClassVar[str] = "Records"
+    PANEL = "Records"
 
     benchmark: str | None = option(
         None,
@@ -72,7 +71,7 @@ class BenchmarkOptions(Options):
 class Scoring(Options):
     """The options for running the model."""
 
-    PANEL: ClassVar[str] = "Running"
+    PANEL = "Running"
 
     dtype: StoredDtype | None = option(
         None, "Compute in this dtype (default: float32 on a CPU, the model's own on a GPU).", fold=SCORING
@@ -97,7 +96,7 @@ class Scoring(Options):
 class Checking(Options):
     """The options of `check` besides models: the records, when they count as forgotten, and how to run the model."""
 
-    PANEL: ClassVar[str] = "Records"
+    PANEL = "Records"
 
     forget: str | None = option(
         None,
@@ -127,7 +126,7 @@ class Checking(Options):
 class Recovery(Options):
     """Attacks that try to bring back what was forgotten."""
 
-    PANEL: ClassVar[str] = "Attacks on forgetting"
+    PANEL = "Attacks on forgetting"
 
     attacks: tuple[str, ...] = option(
         (),

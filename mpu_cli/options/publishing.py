@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from mpu_cli.errors import UsageError
 from mpu_cli.options.command import ALLOW
@@ -28,7 +28,7 @@ HIDING_WATERMARK = 0.1  # of the noise: changes its size by 0.5 %, and is found 
 class Copies(Options):
     """The number of copies, and the kinds and sizes of their noise."""
 
-    PANEL: ClassVar[str] = "Noise and symmetries"
+    PANEL = "Noise and symmetries"
 
     copies: int | None = option(
         None,
@@ -181,8 +181,8 @@ class Aggregating(StepOptions, Stored):
 class CalibrationOptions(Options):
     """Noise calibrated to (ε, δ) differential privacy of the weights, in place of κ; off unless ε is given."""
 
-    FOLD: ClassVar[Fold] = DP
-    PANEL: ClassVar[str] = "Noise and symmetries"
+    FOLD = DP
+    PANEL = "Noise and symmetries"
 
     epsilon: float | None = option(None, "ε to calibrate the noise to, in place of --kappa.", above=0)
     dp_delta: float | None = option(None, "δ for --dp epsilon.", above=0, below=1)
@@ -202,7 +202,7 @@ class CalibrationOptions(Options):
 class Publishing(Options):
     """The options of ``mpu publish`` besides the models and the files it writes."""
 
-    PANEL: ClassVar[str] = "Noise and symmetries"
+    PANEL = "Noise and symmetries"
 
     disguise: Disguise = group(Disguise)
     calibration: CalibrationOptions = group(CalibrationOptions)

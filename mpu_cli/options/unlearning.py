@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from mpu_cli.options.declare import Fold, Options, flat, group, option
 from mpu_cli.options.names import ALGORITHMS, OPTIMIZERS, RETAIN_TERMS
@@ -42,7 +42,7 @@ GOAL = Fold("goal", "When records count as forgotten and the others as kept.")
 class RecordFormat(Options):
     """The options for reading files of records."""
 
-    PANEL: ClassVar[str] = "Records"
+    PANEL = "Records"
 
     data_dir: Path | None = option(
         None, "Folder with the files of TOFU or MUSE, instead of the Hub.", metavar="DIR", fold=READING
@@ -77,7 +77,7 @@ class RecordFormat(Options):
 class Records(Options):
     """The client's private records."""
 
-    PANEL: ClassVar[str] = "Records"
+    PANEL = "Records"
 
     forget: str = option(
         "forget.jsonl",
@@ -101,7 +101,7 @@ class Records(Options):
 class ChatTemplate(Options):
     """The text that a chat template prints around a record."""
 
-    PANEL: ClassVar[str] = "Records"
+    PANEL = "Records"
 
     system_prompt: str = option(
         SYSTEM_PROMPT,
@@ -142,8 +142,8 @@ class Prompts(ChatTemplate):
 class AlgorithmOptions(Options):
     """The retain term and the constants of the losses; None stands for the algorithm's own, which the texts name."""
 
-    FOLD: ClassVar[Fold] = CONSTANTS
-    PANEL: ClassVar[str] = "Training"
+    FOLD = CONSTANTS
+    PANEL = "Training"
 
     retain_loss: str | None = option(None, "Retain term (default: nll; hinge kl, rmu hidden).", choices=RETAIN_TERMS)
     gamma: float | None = option(None, "γ, weight of the forget term (default: 1; satimp 0.1, simnpo 0.125).", least=0)
@@ -182,7 +182,7 @@ class AlgorithmOptions(Options):
 class Training(Options):
     """The options for training; the defaults but the rate are the paper's, for models of 1B parameters."""
 
-    PANEL: ClassVar[str] = "Training"
+    PANEL = "Training"
 
     optim: str = option(
         "adamw",
@@ -251,8 +251,8 @@ class Training(Options):
 class Lora(Options):
     """LoRA instead of training all weights; off unless a rank is given."""
 
-    FOLD: ClassVar[Fold] = LORA
-    PANEL: ClassVar[str] = "Training"
+    FOLD = LORA
+    PANEL = "Training"
 
     lora_rank: int | None = option(None, "Train factors of this rank instead of all weights.", above=0, metavar="R")
     lora_alpha: float | None = option(None, "Scaling · rank (default: twice the rank).", above=0)
@@ -284,7 +284,7 @@ class Lora(Options):
 class Privacy(Options):
     """DP-SGD on the records; off unless ε is given. One delta spends (ε, δ); the ledger composes them."""
 
-    PANEL: ClassVar[str] = "Differential privacy of the records"
+    PANEL = "Differential privacy of the records"
 
     dp_epsilon: float | None = option(
         None,
@@ -357,7 +357,7 @@ class Unlearning(Options):
 class Goal(Options):
     """When records count as forgotten and the others as kept: ``unlearn`` trains until then, ``check`` judges by it."""
 
-    PANEL: ClassVar[str] = "Goal"
+    PANEL = "Goal"
 
     unseen: str | None = option(
         None,
@@ -394,7 +394,7 @@ class Goal(Options):
 class Stopping(Options):
     """The length of the training of ``unlearn``, if not --epochs."""
 
-    PANEL: ClassVar[str] = "Training"
+    PANEL = "Training"
 
     max_steps: int | None = option(
         None,
@@ -407,7 +407,7 @@ class Stopping(Options):
 class Checks(Options):
     """The comparisons of a copy before it is trained on."""
 
-    PANEL: ClassVar[str] = "Checks of the copy"
+    PANEL = "Checks of the copy"
 
     public: str | None = option(
         None,
@@ -424,7 +424,7 @@ class Checks(Options):
 class Logging(Options):
     """The output of training besides its result."""
 
-    PANEL: ClassVar[str] = "Training"
+    PANEL = "Training"
 
     resume: bool = option(
         False,
