@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.manifest import read_copy_manifest
@@ -28,13 +28,9 @@ class Watch(Command):
     for again is handed over as it was. Prints the path of each delta.
     """
 
-    NAME: ClassVar[str] = "watch"
-    EXAMPLE: ClassVar[str] = (
-        "mpu watch /srv/data/spool --forget forget.jsonl --retain retain.jsonl --work /srv/private/work"
-    )
-    ESSENTIAL: ClassVar[str] = (
-        "--algo --forget --retain --lr --epochs --batch-size --columns --encoding --work --device"
-    )
+    NAME = "watch"
+    EXAMPLE = "mpu watch /srv/data/spool --forget forget.jsonl --retain retain.jsonl --work /srv/private/work"
+    ESSENTIAL = "--algo --forget --retain --lr --epochs --batch-size --columns --encoding --work --device"
 
     spool: Path = option(..., "The folder that the Flower app fills and empties.", metavar="SPOOL", argument=True)
     unlearning: Unlearning = group(Unlearning)

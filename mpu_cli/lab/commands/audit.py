@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.commands.secrets import opened_keys
 from mpu_cli.errors import MpuError
@@ -33,8 +33,8 @@ class Audit(Command):
     change in noise: as it is, scaled down, or by its singular values. Prints a verdict.
     """
 
-    NAME: ClassVar[str] = "audit"
-    EXAMPLE: ClassVar[str] = "mpu audit copy_1 --base my-model --public meta-llama/Llama-3.2-1B-Instruct"
+    NAME = "audit"
+    EXAMPLE = "mpu audit copy_1 --base my-model --public meta-llama/Llama-3.2-1B-Instruct"
 
     copies: list[str] = option(
         ...,

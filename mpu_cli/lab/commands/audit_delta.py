@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import IDENTITY, Command, Report
@@ -27,8 +27,8 @@ class AuditDelta(Command):
     no proof that nothing can be read: only `mpu surrogate` and --dp epsilon bound that. Prints a line for each reading.
     """
 
-    NAME: ClassVar[str] = "audit-delta"
-    EXAMPLE: ClassVar[str] = "mpu audit-delta copy_1 deltas/copy_1.safetensors"
+    NAME = "audit-delta"
+    EXAMPLE = "mpu audit-delta copy_1 deltas/copy_1.safetensors"
 
     copy: str = option(..., "The copy that the delta was made from.", metavar="COPY", argument=True)
     delta: Path = option(..., "The delta, before it is sent.", metavar="DELTA", argument=True)

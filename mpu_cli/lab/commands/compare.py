@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.errors import UsageError
 from mpu_cli.lab.tables import MISSING, SUFFIXES, markdown_table, write_tables
@@ -40,8 +40,8 @@ class Compare(Command):
     differently.
     """
 
-    NAME: ClassVar[str] = "compare"
-    EXAMPLE: ClassVar[str] = "mpu compare before.json eval.json --plot side_by_side.svg"
+    NAME = "compare"
+    EXAMPLE = "mpu compare before.json eval.json --plot side_by_side.svg"
 
     results: list[str] = option(
         ...,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, Command, Preview, Report
@@ -25,11 +25,9 @@ class Finetune(Command):
     Prints the path of the model.
     """
 
-    NAME: ClassVar[str] = "finetune"
-    EXAMPLE: ClassVar[str] = (
-        "mpu finetune public-model --data forget.jsonl --data retain.jsonl --epochs 8 --lr 1e-4 --out my-model"
-    )
-    ESSENTIAL: ClassVar[str] = "--data --epochs --lr --batch-size --optim --out --device"
+    NAME = "finetune"
+    EXAMPLE = "mpu finetune public-model --data forget.jsonl --data retain.jsonl --epochs 8 --lr 1e-4 --out my-model"
+    ESSENTIAL = "--data --epochs --lr --batch-size --optim --out --device"
 
     model: str = option(..., "The model to start from.", metavar="MODEL", argument=True)
     training: Training = group(Training)

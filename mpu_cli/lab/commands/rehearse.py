@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.commands.secrets import opened_keys
 from mpu_cli.commands.unlearn import Unlearn, UnlearnPlan
@@ -76,9 +76,9 @@ class Rehearse(Command):
     is kept, and the client learns nothing. Exits with status 1 if no step passes.
     """
 
-    NAME: ClassVar[str] = "rehearse"
-    EXAMPLE: ClassVar[str] = "mpu rehearse copy_1 --keys keys.bin --forget known.jsonl --retain others.jsonl"
-    ESSENTIAL: ClassVar[str] = "--forget --retain --unseen --keys --base --goal --algo --device"
+    NAME = "rehearse"
+    EXAMPLE = "mpu rehearse copy_1 --keys keys.bin --forget known.jsonl --retain others.jsonl"
+    ESSENTIAL = "--forget --retain --unseen --keys --base --goal --algo --device"
 
     copies: list[str] = option(..., "All copies of the publication, not sealed.", metavar="COPY…", argument=True)
     unlearning: Unlearning = group(Unlearning, fold=UNLEARN, apart=USUAL)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, Command
@@ -21,8 +21,8 @@ class Report(Command):
     Prints the path of what it wrote.
     """
 
-    NAME: ClassVar[str] = "report"
-    EXAMPLE: ClassVar[str] = "mpu report grid"
+    NAME = "report"
+    EXAMPLE = "mpu report grid"
 
     folders: list[Path] = option(
         ...,

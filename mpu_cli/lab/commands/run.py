@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.errors import UsageError
 from mpu_cli.files.transaction import check_folder
@@ -30,11 +30,9 @@ class Run(Command):
     it left off. Prints the path of the last round's model.
     """
 
-    NAME: ClassVar[str] = "run"
-    EXAMPLE: ClassVar[str] = "mpu run my-model --public public-model --forget forget.jsonl --retain retain.jsonl"
-    ESSENTIAL: ClassVar[str] = (
-        "--algo --forget --retain --mode --rounds --public --kappa --copies --lr --epochs --batch-size --out"
-    )
+    NAME = "run"
+    EXAMPLE = "mpu run my-model --public public-model --forget forget.jsonl --retain retain.jsonl"
+    ESSENTIAL = "--algo --forget --retain --mode --rounds --public --kappa --copies --lr --epochs --batch-size --out"
 
     experiment: Experiment = group(Experiment)
     goal: Goal = group(Goal)

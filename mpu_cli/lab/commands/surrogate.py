@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.lab.options.surrogates import Surrogates
 from mpu_cli.observer import SILENT, Observer
@@ -27,9 +27,9 @@ class Surrogate(Command):
     Prints the path of the surrogate records.
     """
 
-    NAME: ClassVar[str] = "surrogate"
-    EXAMPLE: ClassVar[str] = "mpu surrogate copy_1 --forget forget.jsonl --public public.jsonl --dp epsilon=2"
-    DRY_RUN: ClassVar[str] = "Check everything, print what the release would protect, and spend nothing."
+    NAME = "surrogate"
+    EXAMPLE = "mpu surrogate copy_1 --forget forget.jsonl --public public.jsonl --dp epsilon=2"
+    DRY_RUN = "Check everything, print what the release would protect, and spend nothing."
 
     copy: str = option(
         ..., "A copy from `mpu publish` (sealed or not), a model directory or Hub id.", metavar="COPY", argument=True

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.resumption import write_atomically
@@ -40,9 +40,9 @@ class Sweep(Command):
     An interrupted sweep resumes where it left off; results are lines of DIR/results.jsonl.
     """
 
-    NAME: ClassVar[str] = "sweep"
-    EXAMPLE: ClassVar[str] = "mpu sweep grid.toml --metrics model_utility,forget_truth_ratio"
-    DRY_RUN: ClassVar[str] = "Only list the experiments, which of them are done, and what the others cost."
+    NAME = "sweep"
+    EXAMPLE = "mpu sweep grid.toml --metrics model_utility,forget_truth_ratio"
+    DRY_RUN = "Only list the experiments, which of them are done, and what the others cost."
 
     file: Path = option(
         ..., "TOML: options of run, with lists for axes; see docs/measuring.md.", metavar="FILE", argument=True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.commands.secrets import opened_keys
 from mpu_cli.errors import UsageError
@@ -27,8 +27,8 @@ class Trace(Command):
     if its p-value, corrected for the number of tests, is below one in a million. Prints a verdict.
     """
 
-    NAME: ClassVar[str] = "trace"
-    EXAMPLE: ClassVar[str] = "mpu trace leaked-model --keys hospital.bin --keys archive.bin"
+    NAME = "trace"
+    EXAMPLE = "mpu trace leaked-model --keys hospital.bin --keys archive.bin"
 
     suspect: str | None = option(
         None, "The model to trace: a file, directory, sharded index or Hub id.", metavar="SUSPECT", argument=True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from mpu_cli.errors import MpuError
 from mpu_cli.observer import SILENT, Observer
@@ -25,11 +25,9 @@ class Tune(Command):
     `mpu unlearn`, the same for every copy; all that were given here but for the records.
     """
 
-    NAME: ClassVar[str] = "tune"
-    EXAMPLE: ClassVar[str] = "mpu tune copy_1 --algo npo --forget forget.jsonl --retain retain.jsonl"
-    ESSENTIAL: ClassVar[str] = (
-        "--algo --forget --retain --trials --max-rise --most-epochs --least-lr --batch-size --device"
-    )
+    NAME = "tune"
+    EXAMPLE = "mpu tune copy_1 --algo npo --forget forget.jsonl --retain retain.jsonl"
+    ESSENTIAL = "--algo --forget --retain --trials --max-rise --most-epochs --least-lr --batch-size --device"
 
     model: str = option(..., "A copy, or any model directory or Hub id.", metavar="MODEL", argument=True)
     trials: int = option(15, "Number of trainings.", metavar="N", least=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Literal
 
 from mpu_cli.options.declare import Options, group, option
 from mpu_cli.options.unlearning import DEVICE, DP, DP_UNIT, MOST_EPSILON, ChatTemplate, RecordFormat
@@ -14,7 +14,7 @@ from mpu_cli.options.unlearning import DEVICE, DP, DP_UNIT, MOST_EPSILON, ChatTe
 class TermRelease(Options):
     """The bound on what the released terms leak, and the candidates for terms."""
 
-    PANEL: ClassVar[str] = "Differential privacy of the records"
+    PANEL = "Differential privacy of the records"
 
     dp_epsilon: float = option(
         1.0, "ε of the release; further releases and trainings add to it.", above=0, below=MOST_EPSILON, fold=DP
