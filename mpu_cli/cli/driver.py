@@ -6,7 +6,7 @@ import inspect
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING
-from typing import Annotated, Any, List, Literal, Optional, cast  # noqa: UP035 (typer takes a list's type from List)
+from typing import Annotated, Any, List, Literal, Optional  # noqa: UP035 (typer takes a list's type from List)
 
 import typer
 
@@ -23,7 +23,7 @@ HELP_ALL = "--help-all"
 
 def typer_command(command: type[Command], *, with_options: bool = True) -> Callable[..., None]:
     """The function for a typer command: its parameters are the options of ``command``, its docstring is its help."""
-    declarations = declared_options(cast(Any, command)) if with_options else {}
+    declarations = declared_options(command) if with_options else {}
     folds = folds_of(declarations)
     parameters = [_parameter(option) for option in declarations.values() if not option.fold]
     parameters += [_folded_parameter(fold, members) for fold, members in folds.items()]

@@ -85,7 +85,7 @@ class Command(Options, ABC):
     @classmethod
     def of(cls: type[Self], *arguments: object, **keywords: object) -> Self:
         """The command with these arguments, and options by their names."""
-        declarations = declared_options(cast(Any, cls))
+        declarations = declared_options(cls)
         # As on the command line, where the name of a field may not be used: run for run_name, with for with_file.
         by_flag = {declared.flag.removeprefix("--").replace("-", "_"): name for name, declared in declarations.items()}
         keywords = {by_flag.get(name, name): value for name, value in keywords.items() if value is not None}
@@ -132,7 +132,7 @@ class Command(Options, ABC):
     def signature(cls) -> inspect.Signature:
         """The command's arguments, by position too, and its options as keywords."""
         parameters = []
-        for declared in declared_options(cast(Any, cls)).values():
+        for declared in declared_options(cls).values():
             flag = declared.flag.split("/")[0].removeprefix("--").replace("-", "_")  # run for run_name
             parameters.append(
                 inspect.Parameter(

@@ -17,7 +17,7 @@ import json
 import math
 import re
 import types
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -40,15 +40,20 @@ OTHER_NAMES = {
     "output": "out", "attn_implementation": "attention", "torch_dtype": "dtype", "loss_type": "algo",
 }  # fmt: skip
 Group = TypeVar("Group")
-AnyClass = Any  # a dataclass that declares options: typeshed does not take type[Group] for hashable
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def cached(function: Function) -> Function:
+    """``functools.cache`` with the function's own type: by typeshed's, classes are not hashable."""
+    return cast(Function, cache(function))
 
 
 class Options:
     """A group of options. Raises UsageError for a number that is out of its range."""
 
     def __post_init__(self) -> None:
-        declarations = declared_options(cast(AnyClass, type(self)))
-        for group_field in fields(cast(AnyClass, self)):
+        declarations = declared_options(type(self))
+        for group_field in fields(cast(Any, self)):
             if group_field.name in declarations:  # and not a group, which checked itself
                 declarations[group_field.name].check(getattr(self, group_field.name))
 
@@ -231,8 +236,8 @@ def group(group_class: type[Group], *, fold: Fold | None = None, apart: Collecti
     return field(default_factory=group_class, metadata={"fold": fold, "apart": apart})  # type: ignore[return-value]
 
 
-@cache
-def declared_options(group_class: AnyClass) -> Declarations:
+@cached
+def declared_options(group_class: type) -> Declarations:
     """All options of a group, those of the groups inside it included, in the order of their declaration."""
     options: Declarations = {}
     for group_field, kind in _own_fields(group_class):
@@ -255,7 +260,7 @@ def from_flat(group_class: type[Group], values: Mapping[str, object], where: str
     Raises UsageError, its text beginning with ``where``, for an unknown name, a wrong type, a value that is not
     a choice or out of range, and for a required option that is missing.
     """
-    declarations = declared_options(cast(AnyClass, group_class))
+    declarations = declared_options(group_class)
     for name in values:
         if name not in declarations:
             near = nearest(name, declarations)
@@ -288,8 +293,8 @@ def check_in_files(declarations: Declarations, values: Mapping[str, object], whe
 
 def _build(group_class: type[Group], values: Mapping[str, object], where: str) -> Group:
     arguments: dict[str, object] = {}
-    declarations = declared_options(cast(AnyClass, group_class))
-    for group_field, kind in _own_fields(cast(AnyClass, group_class)):
+    declarations = declared_options(group_class)
+    for group_field, kind in _own_fields(group_class):
         name = group_field.name
         if is_dataclass(kind):
             arguments[name] = _build(kind, values, where)
@@ -303,14 +308,14 @@ def _build(group_class: type[Group], values: Mapping[str, object], where: str) -
 def flat(group: object) -> dict[str, object]:
     """The inverse of ``from_flat``: every option by its name."""
     values: dict[str, object] = {}
-    for group_field, kind in _own_fields(cast(AnyClass, type(group))):
+    for group_field, kind in _own_fields(type(group)):
         value = getattr(group, group_field.name)
         values |= flat(value) if is_dataclass(kind) else {group_field.name: value}
     return values
 
 
-@cache
-def _own_fields(group_class: AnyClass) -> list[tuple[Field, type]]:
+@cached
+def _own_fields(group_class: type) -> list[tuple[Field, type]]:
     """The fields of a group, each with its type."""
     hints = get_type_hints(group_class)
     return [(group_field, hints[group_field.name]) for group_field in fields(group_class)]
@@ -356,7 +361,7 @@ def folds_of(declarations: Declarations) -> dict[Fold, list[Declaration]]:
     return folds
 
 
-def spelled_for(group_class: AnyClass, text: str) -> str:
+def spelled_for(group_class: type, text: str) -> str:
     """``text``, such as an error's, with each option as ``group_class`` has it: --unlearn precision=float64 in a
     command that has the options of `unlearn` as parts of one."""
     declarations = declared_options(group_class).values()
@@ -434,23 +439,23 @@ def _parsed(declaration: Declaration, text: str) -> object:
 
 def differing(options: Options) -> dict[str, object]:
     """The options that differ from their defaults, by name."""
-    declarations = declared_options(cast(AnyClass, type(options)))
+    declarations = declared_options(type(options))
     return {name: value for name, value in flat(options).items() if value != declarations[name].default}
 
 
 def flags_set(command: Options, *groups: Options) -> list[str]:
     """The flags in ``command`` of the options of these ``groups`` that differ from the defaults."""
-    declarations = declared_options(cast(AnyClass, type(command)))
+    declarations = declared_options(type(command))
     return [declarations[name].flag for group in groups for name in differing(group)]
 
 
-def as_arguments(options: Options, without: Collection[str] = (), *, of: AnyClass = None) -> list[str]:
+def as_arguments(options: Options, without: Collection[str] = (), *, of: type | None = None) -> list[str]:
     """The ``options`` that differ from the defaults, as on the command line, except those ``without``; ``of``: those
     that this other group has, as on its command line."""
     words: list[str] = []
     folded: dict[Fold, dict[str, Any]] = {}
     values = flat(options)
-    for name, declaration in declared_options(cast(AnyClass, of or type(options))).items():
+    for name, declaration in declared_options(of or type(options)).items():
         value = values.get(name)
         if name in without or value in (declaration.default, None, ()):
             continue
