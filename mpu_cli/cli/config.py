@@ -5,6 +5,7 @@ The command line comes before a variable, a variable before the file.
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import json
 import re
@@ -23,30 +24,17 @@ OF_TESTS = "MPU_TEST_"
 Commands = Mapping[str, Any]  # by name, as click has them
 
 
-def without_switch(arguments: Sequence[str], flag: str) -> tuple[list[str], bool]:
-    """``arguments`` without ``flag``, wherever it stands before ``--``, and whether it was there."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    options = [argument for argument in arguments[:end] if argument != flag]
-    return [*options, *arguments[end:]], len(options) < end
-
-
-def without_config(arguments: Sequence[str]) -> tuple[list[str], str | None]:
-    """``arguments`` without ``--config FILE``, wherever it stands, and FILE."""
-    filtered: list[str] = []
-    file: str | None = None
-    rest = iter(arguments)
-    for argument in rest:
-        if argument == "--":
-            return [*filtered, argument, *rest], file
-        if argument == FLAG:
-            file = next(rest, None)
-            if file is None:
-                raise UsageError(f"{FLAG}: needs a file")
-        elif argument.startswith(FLAG + "="):
-            file = argument.removeprefix(FLAG + "=")
-        else:
-            filtered.append(argument)
-    return filtered, file
+def global_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """The options of every command, which work in any position before ``--``, and the other arguments."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag in ("--debug", "--quiet", "--profile"):
+        parser.add_argument(flag, action="store_true")
+    parser.add_argument(FLAG)
+    try:
+        return parser.parse_known_args(arguments)
+    except argparse.ArgumentError as error:
+        problem = "needs a file" if error.argument_name == FLAG else error.message
+        raise UsageError(f"{error.argument_name}: {problem}") from error
 
 
 def defaults_from(path: Path, commands: Commands, classes: Mapping[str, type[Command]]) -> dict[str, dict[str, object]]:

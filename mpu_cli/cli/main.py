@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import logging
 import os
@@ -16,11 +17,10 @@ import typer
 from mpu_cli.cli.config import (
     VARIABLE,
     defaults_from,
+    global_options,
     name_variables,
     naming_variables,
     unknown_variables,
-    without_config,
-    without_switch,
 )
 from mpu_cli.cli.driver import in_two_levels, typer_command
 from mpu_cli.cli.output import PROFILE, QUIET_VARIABLE, is_switched_on, results_alone, warn
@@ -133,16 +133,14 @@ def main(arguments: list[str] | None = None) -> None:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # characters that a Latin-1 or ASCII terminal lacks
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about a kernel that is not used here
-    # Options of every command, which should work in any position.
-    arguments, debug = without_switch(arguments, "--debug")
-    debug = debug or is_switched_on("MPU_DEBUG")
-    for flag, variable in (("--quiet", QUIET_VARIABLE), ("--profile", PROFILE)):
-        arguments, switched_on = without_switch(arguments, flag)
-        if switched_on:
-            os.environ[variable] = "1"
+    debug = is_switched_on("MPU_DEBUG")
     try:
-        arguments, file = without_config(arguments)
-        file = file or os.environ.get(VARIABLE)
+        switched, arguments = global_options(arguments)
+        debug = debug or switched.debug
+        for variable, is_on in ((QUIET_VARIABLE, switched.quiet), (PROFILE, switched.profile)):
+            if is_on:
+                os.environ[variable] = "1"
+        file = switched.config or os.environ.get(VARIABLE)
         # Files and variables may set options of any command, and completion (_MPU_COMPLETE) reads them.
         needs_all = file or any("MPU_" in name for name in os.environ)
         command = application(COMMANDS.keys() if needs_all else arguments)
@@ -211,23 +209,20 @@ def join_repeated_options(arguments: list[str]) -> list[str]:
     """``arguments`` with repeated options joined into one: records as lines, options of several parts with AGAIN
     between them. Of other options the last one counts, but nobody would notice records that were named and not read."""
     command = named_command(arguments)
-    repeated = {*REPEATED, *(fold.flag for fold in folds_of(declared_options(command) if command else {}))}
-    end = arguments.index("--") if "--" in arguments else len(arguments)
-    remaining: list[str] = []
-    sources: dict[str, list[str]] = {}
-    waiting = iter(arguments[:end])
-    for argument in waiting:
-        flag, equals, value = argument.partition("=")
-        if flag not in repeated:
-            remaining.append(argument)
-            continue
-        source = value if equals else next(waiting, None)
-        if source is None:
-            return arguments  # the option lacks its value, which typer says better
-        sources.setdefault(flag, []).append(source)
-    for flag, names in sources.items():
-        remaining += [flag, ("\n" if flag in REPEATED else AGAIN).join(names)]
-    return [*remaining, *arguments[end:]]
+    repeated = [*REPEATED, *(fold.flag for fold in folds_of(declared_options(command) if command else {}))]
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag in repeated:
+        parser.add_argument(flag, action="append", dest=flag)
+    try:
+        parsed, remaining = parser.parse_known_args(arguments)
+    except argparse.ArgumentError:
+        return arguments  # an option lacks its value, which typer says better
+    joined = []
+    for flag, values in vars(parsed).items():
+        if values:
+            joined += [flag, ("\n" if flag in REPEATED else AGAIN).join(values)]
+    end = remaining.index("--") if "--" in remaining else len(remaining)
+    return [*remaining[:end], *joined, *remaining[end:]]
 
 
 def _fail(text: str, debug: bool, hint: str | None = None) -> None:

@@ -8,7 +8,6 @@ import platform
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from mpu_cli.commands.publish import Publish
 from mpu_cli.commands.unlearn import Unlearn
 from mpu_cli.demo.model import make_model, make_people, make_tokenizer
 from mpu_cli.files.sealing import make_identity
+from mpu_cli.measuring.results import version_of
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.records.forms import Record
 from mpu_cli.records.read import read_records
@@ -116,11 +116,11 @@ def facts(device: torch.device) -> dict[str, str]:
     """Everything in words, by topic, in the order in which people want to read it; the room is of ``device``."""
     return {
         "mpu": f"{__version__}, Python {platform.python_version()}, {platform.system()} {platform.machine()}",
-        "versions": ", ".join(f"{name} {_version(name) or 'MISSING'}" for name in NEEDED),
+        "versions": ", ".join(f"{name} {version_of(name) or 'MISSING'}" for name in NEEDED),
         **dict(_devices()),
         "room": _room(device),
         "for some options": "; ".join(
-            f"{name} {_version(name) or 'not installed'} ({use})" for name, use in OPTIONAL.items()
+            f"{name} {version_of(name) or 'not installed'} ({use})" for name, use in OPTIONAL.items()
         ),
     }
 
@@ -141,13 +141,6 @@ def _memory(device: torch.device) -> float:
     if device.type == "cuda":
         return float(torch.cuda.get_device_properties(device).total_memory)
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def _devices() -> Iterator[tuple[str, str]]:

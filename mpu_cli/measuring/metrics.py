@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial, wraps
 from numbers import Real
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, ParamSpec
 
 import torch
@@ -109,13 +110,9 @@ def by_index(rows: Sequence[Mapping[str, object]], agg_value: float) -> MetricRe
     return {"agg_value": agg_value, "value_by_index": {str(i): dict(row) for i, row in enumerate(rows)}}
 
 
-def mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
-
-
 def _mean_form(rows: Sequence[Mapping[str, Any]], field: str) -> MetricResult:
     """The ``rows`` of all records, and the mean of ``field`` over them."""
-    return by_index(rows, mean([row[field] for row in rows]))
+    return by_index(rows, fmean([row[field] for row in rows]))
 
 
 def _of_records(key: str, row_of: Callable[[Any], Mapping[str, Any]], field: str, goal: str) -> Metric:
@@ -177,7 +174,7 @@ def perturbed_probability(split: str) -> Metric:
 
     def make(findings: Findings, _: object) -> MetricResult:
         rows = [{"prob": [math.exp(-loss) for loss in losses], "avg_loss": list(losses)} for losses in findings[key]]
-        return by_index(rows, mean([mean(row["prob"]) for row in rows]))
+        return by_index(rows, fmean([fmean(row["prob"]) for row in rows]))
 
     return Metric((key,), make, DOWN)
 
@@ -207,11 +204,11 @@ def truth_ratio(right: str, wrong: str, *, forget: bool) -> Metric:
         wrongs = forms[wrong]["value_by_index"]
         rows = []
         for index, row in forms[right]["value_by_index"].items():
-            ratio = math.exp(-mean(wrongs[index]["avg_loss"])) / (math.exp(-row["avg_loss"]) + EPSILON)
+            ratio = math.exp(-fmean(wrongs[index]["avg_loss"])) / (math.exp(-row["avg_loss"]) + EPSILON)
             rows.append({"score": ratio})
         ratios = [row["score"] for row in rows]
         terms = [min(r, 1 / (r + EPSILON)) for r in ratios] if forget else [max(0.0, 1 - r) for r in ratios]
-        return by_index(rows, mean(terms))
+        return by_index(rows, fmean(terms))
 
     return Metric((), make, dependencies=(right, wrong))
 

@@ -241,7 +241,7 @@ def facts_of(subject: Subject, benchmark: Benchmark, used: Sequence[Split], opti
             "date": prompts.date if template == "chat" else None,
             **({"attacks": options.recovery.document} if benchmark.attacks else {}),
         },
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in VERSIONS},
+        "versions": {"python": platform.python_version()} | {name: version_of(name) for name in VERSIONS},
         "hardware": {"device": device, "name": name_of(torch_device), "threads": torch.get_num_threads()},
     }
 
@@ -274,7 +274,8 @@ def _adapter_identity(folder: Path) -> dict[str, str]:
     return {"source": str(folder)} | {name: digest_of(folder / name) for name in (ADAPTER_WEIGHTS, ADAPTER_CONFIG)}
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The version of an installed package; None if it is not there."""
     with suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None

@@ -25,6 +25,7 @@ from mpu_cli.measuring.encoding import Item
 from mpu_cli.model.device import memory_in_mind
 from mpu_cli.model.network import Head, chunk_of, input_of, separate_head, vocabulary_of
 from mpu_cli.observer import SILENT
+from mpu_cli.records.tokens import common_prefix_length
 
 # Many items in one pass of a model that reads each token once, however many items begin with it.
 #
@@ -58,13 +59,7 @@ class Pack:
         ids = item.ids[:-1]
         path: list[int] = []
         if self.items:
-            before = self.items[-1].ids[:-1]
-            shared = 0
-            for token, other in zip(ids, before, strict=False):
-                if token != other:
-                    break
-                shared += 1
-            path = self.paths[-1][:shared]
+            path = self.paths[-1][: common_prefix_length(ids, self.items[-1].ids[:-1])]
         self.items.append(item)
         self.prefix_lengths.append(len(path))
         self.depths += range(len(path), len(ids))

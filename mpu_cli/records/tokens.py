@@ -47,10 +47,10 @@ class TokenizedText:
         return count
 
 
-def common_prefix_length(text: str, other_text: str) -> int:
-    """The number of characters that two texts begin with alike."""
-    pairs = enumerate(zip(text, other_text, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(text), len(other_text)))
+def common_prefix_length(one: Sequence[object], other: Sequence[object]) -> int:
+    """The number of characters or tokens that two texts begin with alike."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def rejection(error: ValueError, location: str = "", hint: str | None = None) -> MpuError:

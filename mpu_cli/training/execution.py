@@ -14,7 +14,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,14 +55,9 @@ class _KeepFloat64(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-@contextmanager
-def as_wide_as(dtype: torch.dtype) -> Iterator[None]:
+def as_wide_as(dtype: torch.dtype) -> AbstractContextManager[object]:
     """Inside it, norms and softmaxes of a float64 model are in float64 too; any other ``dtype`` changes nothing."""
-    if dtype != torch.float64:
-        yield
-        return
-    with _KeepFloat64():
-        yield
+    return _KeepFloat64() if dtype == torch.float64 else nullcontext()
 
 
 @contextmanager

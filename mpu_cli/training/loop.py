@@ -491,7 +491,7 @@ def train(
         arguments = _arguments(folder, training, logging, model.device, sharded)
         if training.gradient_checkpointing:
             # Recomputation in the backward pass runs outside the modes of the forward pass.
-            def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            def contexts() -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
                 return nullcontext(), as_wide_as(model.dtype)
 
             model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
