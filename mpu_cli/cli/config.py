@@ -96,8 +96,8 @@ def unknown_variables(environment: Iterable[str], commands: Commands) -> Iterato
 
 def naming_variables(text: str, arguments: Sequence[str], environment: Mapping[str, str]) -> str:
     """``text`` with each option that ``environment`` sets, and not ``arguments``, under the name of its variable."""
-    given = {argument.partition("=")[0] for argument in arguments}
-    for flag in {*re.findall(r"--[a-z][a-z0-9-]*", text)} - given:
+    flags = {argument.partition("=")[0] for argument in arguments}
+    for flag in {*re.findall(r"--[a-z][a-z0-9-]*", text)} - flags:
         variable = _variable(arguments[0], flag.removeprefix("--")) if arguments else ""
         if variable in environment:
             text = re.sub(rf"{flag}(?![a-z0-9-])", variable, text)

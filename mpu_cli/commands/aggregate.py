@@ -218,8 +218,8 @@ class Aggregate(Command):
             why = ", which restores what the average lost of each copy's change" if restored else ""
             observer.note(f"applied with a step of {rate:g}{why}")
             return
-        tried = [[f"{at:g}", f"{loss:.4f}"] for at, loss in step.curve]
-        observer.table("Steps tried", ["step", f"loss per answer token on {self.aggregating.probe}"], tried)
+        rows = [[f"{at:g}", f"{loss:.4f}"] for at, loss in step.curve]
+        observer.table("Steps tried", ["step", f"loss per answer token on {self.aggregating.probe}"], rows)
         which = "the longest found"
         if step.chosen >= MAX_STEP:
             which = "the longest that is tried"

@@ -96,21 +96,21 @@ class Evaluate(Command):
             raise UsageError(f"--out and --plot: both are {self.out}", "choose different names")
         if self.endpoint_model and not self.endpoint:
             raise UsageError("--endpoint-model requires --endpoint")
-        how = self.measuring
-        if not how.benchmark.names_benchmark:
+        measuring = self.measuring
+        if not measuring.benchmark.names_benchmark:
             raise UsageError(
                 "no records to measure on", "name them with --forget, or a benchmark with --benchmark tofu"
             )
-        log = read_retain_log(how.retain_log) if how.retain_log else None
-        benchmark = benchmark_of(how, log, observer)
+        log = read_retain_log(measuring.retain_log) if measuring.retain_log else None
+        benchmark = benchmark_of(measuring, log, observer)
         if log and benchmark.attacks:
             options = log.document.get("options")
             then = options.get("attacks") if isinstance(options, Mapping) else None
-            if isinstance(then, Mapping) and (changed := list(differences(then, how.recovery.document))):
+            if isinstance(then, Mapping) and (changed := list(differences(then, measuring.recovery.document))):
                 observer.warn(f"{log.path}: its attacks were others ({few(changed)}), so what they bring back differs")
         if self.plot:
             extension("plots").check_target(self.plot, self.force)
-            extension("plots").check_drawable(choose(benchmark, how, bool(self.endpoint)), self.plot)
+            extension("plots").check_drawable(choose(benchmark, measuring, bool(self.endpoint)), self.plot)
         adapter = Path(self.model) if is_adapter(Path(self.model)) else None
         if self.base and not adapter:
             raise UsageError("--base: only an adapter has one")
@@ -122,7 +122,7 @@ class Evaluate(Command):
             evaluation = evaluate(
                 open_model(opened, links=False),
                 benchmark,
-                how,
+                measuring,
                 adapter=adapter,
                 delta=self.delta,
                 show=self.show,

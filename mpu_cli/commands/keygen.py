@@ -32,7 +32,7 @@ class Keygen(Command):
         path = self.out or default_identity_path()
         return path, make_identity(path)
 
-    def report(self, made: tuple[Path, str], observer: Observer) -> Report:
-        path, recipient = made
+    def report(self, result: tuple[Path, str], observer: Observer) -> Report:
+        path, recipient = result
         observer.note(f"public key: {recipient}")
         return Report([path], {"identity": path, "recipient": recipient})

@@ -269,7 +269,7 @@ def account_of(folder: Path) -> Account:
             if is_expected:
                 other["not readable"].append(f"{relative} ({error.problem})")
     # Of several models of a round, such as one that was repaired, the latest is the round's.
-    for key, model in sorted(models, key=lambda found: (folder / found[1]).stat().st_mtime_ns):
+    for key, model in sorted(models, key=lambda entry: (folder / entry[1]).stat().st_mtime_ns):
         other["models"].append(str(model))
         if key in rounds:
             rounds[key].model = model
@@ -350,5 +350,5 @@ def _folders_in(folder: Path) -> list[Path]:
         folders = [path for path in _entries(outer) if path.is_dir()]
         return [path for path in folders if not (path / "config.json").exists()]
 
-    first = inside(folder)
-    return [*first, *(path for outer in first for path in inside(outer))][:MAX_ENTRIES]
+    outer_folders = inside(folder)
+    return [*outer_folders, *(path for outer in outer_folders for path in inside(outer))][:MAX_ENTRIES]

@@ -47,8 +47,8 @@ class Doctor(Command):
         device = device_of(self.device)
         machine = facts(device)
         with tempfile.TemporaryDirectory(prefix="mpu-doctor-") as folder:
-            tried = list(trials(self.device, Path(folder), observer))
-        return Diagnosis(str(device), machine, tried)
+            steps = list(trials(self.device, Path(folder), observer))
+        return Diagnosis(str(device), machine, steps)
 
     def report(self, diagnosis: Diagnosis, observer: Observer) -> Report:
         device = diagnosis.device

@@ -385,11 +385,11 @@ def unfold(fold: Fold, texts: Iterable[str], declarations: Declarations) -> dict
     members = {declared.key: declared for declared in folds_of(declarations)[fold]}
 
     def member(key: str, where: str) -> Declaration:
-        if (known := members.get(key.replace("-", "_"))) is None:
+        if (declared := members.get(key.replace("-", "_"))) is None:
             near = nearest(key.replace("-", "_"), members)
             hint = f"did you mean {near}?" if near else f"write NAME=VALUE, with a name of {', '.join(members)}"
             raise UsageError(f"{where}: no such name", hint)
-        return known
+        return declared
 
     values: dict[str, object] = {}
     for text in texts:
@@ -466,11 +466,11 @@ def as_arguments(options: Options, without: Collection[str] = (), *, of: type | 
         else:
             for text in _texts(value).splitlines() or [""]:  # records: several sources are an option each
                 words += [declaration.flag, text]
-    for fold, given in folded.items():
-        pairs = ",".join(f"{key}={_texts(value)}" for key, value in given.items())
+    for fold, parts in folded.items():
+        pairs = ",".join(f"{key}={_texts(value)}" for key, value in parts.items())
         # Text may look like further parts.
-        is_plain = not any(isinstance(value, str | Path) and {",", "\n"} & set(str(value)) for value in given.values())
-        words += [fold.flag, pairs if is_plain else json.dumps(given, default=str)]
+        is_plain = not any(isinstance(value, str | Path) and {",", "\n"} & set(str(value)) for value in parts.values())
+        words += [fold.flag, pairs if is_plain else json.dumps(parts, default=str)]
     return words
 
 

@@ -132,16 +132,16 @@ def dialogues_of(records: Sequence[Record]) -> list[int]:
     """
     numbers: dict[str, int] = {}  # by what was said up to an answer
     dialogues = {}
-    for place, record in sorted(enumerate(records), key=lambda entry: -len(entry[1].turns)):
-        said = ""
+    for number, record in sorted(enumerate(records), key=lambda entry: -len(entry[1].turns)):
+        digest = ""
         beginnings = []
         for turn in record.dialogue:
-            said = hashlib.sha256(f"{said} {_folded(turn)}".encode()).hexdigest()
-            beginnings.append(said)
-        dialogues[place] = numbers.setdefault(said, len(numbers))
+            digest = hashlib.sha256(f"{digest} {_folded(turn)}".encode()).hexdigest()
+            beginnings.append(digest)
+        dialogues[number] = numbers.setdefault(digest, len(numbers))
         for beginning in beginnings:
-            numbers.setdefault(beginning, dialogues[place])
-    return [dialogues[place] for place in range(len(records))]
+            numbers.setdefault(beginning, dialogues[number])
+    return [dialogues[number] for number in range(len(records))]
 
 
 def _folded(value: object) -> str:

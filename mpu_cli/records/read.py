@@ -292,7 +292,7 @@ def _read_text(path: Path, encoding: str | None) -> str:
         elif opener is None:
             content = path.read_bytes()
         else:
-            most = _room_for(path)
+            most = _most_expanded(path)
             with opener(path, "rb") as file:
                 content = file.read(most + 1)
             if len(content) > most:
@@ -327,7 +327,7 @@ def _read_pipe(path: Path) -> bytes:
     return _PIPES[pipe]
 
 
-def _room_for(path: Path) -> int:
+def _most_expanded(path: Path) -> int:
     """The most bytes that the contents of a compressed file may have."""
     return MOST_EXPANDED * (path.stat().st_size + SMALL)
 
@@ -343,16 +343,16 @@ def _parquet_rows(path: Path) -> Rows:
     """Rows of a table, read a few at a time: one value may stand in it a million times, and fill the memory."""
     from pyarrow import ArrowException, DictionaryArray, parquet
 
-    left, number = _room_for(path), 0
+    budget, number = _most_expanded(path), 0
     try:
         with parquet.ParquetFile(path) as file:
             facts = file.metadata
-            if sum(facts.row_group(i).total_byte_size for i in range(facts.num_row_groups)) > left:
+            if sum(facts.row_group(i).total_byte_size for i in range(facts.num_row_groups)) > budget:
                 raise _expands(path)
             for batch in file.iter_batches(batch_size=256):
                 for column in batch.columns:
-                    left -= (column.dictionary_decode() if isinstance(column, DictionaryArray) else column).nbytes
-                if left < 0:
+                    budget -= (column.dictionary_decode() if isinstance(column, DictionaryArray) else column).nbytes
+                if budget < 0:
                     raise _expands(path)
                 for row in batch.to_pylist():
                     number += 1

@@ -118,8 +118,8 @@ def _unlike_parts(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizer
         backend = getattr(reader, "backend_tokenizer", None)
         parts = json.loads(backend.to_str()) if backend is not None else {"class": type(reader).__name__}
         contents.append({**parts, "special tokens": reader.special_tokens_map, "truncation": None, "padding": None})
-    ours, theirs = contents
-    return sorted(name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name))
+    parts, other_parts = contents
+    return sorted(name for name in parts.keys() | other_parts.keys() if parts.get(name) != other_parts.get(name))
 
 
 def _norms_apart(copy: Checkpoint, public: Checkpoint, name: str) -> bool:
@@ -127,11 +127,11 @@ def _norms_apart(copy: Checkpoint, public: Checkpoint, name: str) -> bool:
 
     Permutations and changes of sign keep the norms of rows up to their order, rotations of heads that of the matrix.
     """
-    ours, theirs = copy.tensor(name), public.tensor(name)
-    if ours.ndim < 2 or not ours.numel():
+    weight, public_weight = copy.tensor(name), public.tensor(name)
+    if weight.ndim < 2 or not weight.numel():
         return False
-    row_norms = ours.float().flatten(1).norm(dim=1)
-    public_row_norms = theirs.float().flatten(1).norm(dim=1)
+    row_norms = weight.float().flatten(1).norm(dim=1)
+    public_row_norms = public_weight.float().flatten(1).norm(dim=1)
     for checkpoint in (copy, public):
         checkpoint.forget_pages(name)
     for pick in (lambda n: n.norm(), lambda n: n.max(), lambda n: n.median()):

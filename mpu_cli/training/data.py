@@ -135,9 +135,9 @@ def with_unseen(data: Dataset, source: str, reading: RecordFormat, observer: Obs
     """``data`` with the unseen records that ``source`` names. Raises MpuError if they cannot be read, or if some of
     them are to be forgotten."""
     unseen = read_records(source, reading, observer=observer)
-    if both := {record.key for record in unseen} & {record.key for record in data.forget}:
+    if overlap := {record.key for record in unseen} & {record.key for record in data.forget}:
         raise MpuError(
-            f"{len(both)} of the {len(unseen)} records of --unseen are also to be forgotten",
+            f"{len(overlap)} of the {len(unseen)} records of --unseen are also to be forgotten",
             "name records that the model never saw",
         )
     return replace(data, unseen=unseen)

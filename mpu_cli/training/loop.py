@@ -156,13 +156,13 @@ class MicroBatches(Dataset):
         rows: list[Example] = []
         sets: dict[str, dict[str, Any]] = {}
         for term, numbers in of_step.items():
-            mine = [number for of_term, number in chosen if of_term == term]
+            chosen_numbers = [number for of_term, number in chosen if of_term == term]
             is_filler = not chosen and not rows  # fewer examples than parts: one that adds nothing
-            if not mine and not is_filler:
+            if not chosen_numbers and not is_filler:
                 continue
             for name in self._names(term):
                 data = self._sets[name]
-                examples = [data.examples[i] for i in mine or numbers[:1]]
+                examples = [data.examples[i] for i in chosen_numbers or numbers[:1]]
                 rows += examples
                 sets[name] = {
                     "rows": len(examples),
@@ -170,7 +170,7 @@ class MicroBatches(Dataset):
                     "weights": torch.full((len(examples),), 0.0 if is_filler else 1.0),
                     "step_tokens": sum(answer_tokens(data.examples[i]) for i in numbers),
                     "step_examples": len(numbers),
-                    **data.collect(mine, like=numbers[:1]),
+                    **data.collect(chosen_numbers, like=numbers[:1]),
                 }
         padded = pad(rows)
         if not chosen:

@@ -382,8 +382,8 @@ class Objective:
         Those that read all of it come last: processes exchange gradients then, and wait for those of all weights.
         """
         up_to_layer = tuple(term for term in terms if self.reads_layer(term))
-        whole = tuple(term for term in terms if not self.reads_layer(term))
-        return [group for group in (up_to_layer, whole) if group]
+        whole_model = tuple(term for term in terms if not self.reads_layer(term))
+        return [group for group in (up_to_layer, whole_model) if group]
 
     def records(self, terms: Collection[str]) -> int:
         """The number of records that ``terms`` read for each record to forget."""

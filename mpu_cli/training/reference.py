@@ -58,8 +58,9 @@ class ExampleSet:
         examples, outputs = self.examples[:count], self.outputs[:count]
         if self.reference_outputs == "logits" and self.head is not None:
             targets = locate_answers(pad(examples)["labels"])["targets"]
-            place = next(self.head.parameters())
-            log_probs = Logits(torch.cat(list(outputs)).to(place), self.head).log_probs(targets.to(place.device))
+            weight = next(self.head.parameters())
+            logits = Logits(torch.cat(list(outputs)).to(weight), self.head)
+            log_probs = logits.log_probs(targets.to(weight.device))
         elif self.reference_outputs == "log_probs":
             log_probs = torch.cat(list(outputs))
         else:
