@@ -101,25 +101,22 @@ class Records(Options):
 class ChatTemplate(Options):
     """The text that a chat template prints around a record."""
 
+    FOLD = READING
     PANEL = "Records"
 
     system_prompt: str = option(
         SYSTEM_PROMPT,
         f"System prompt for the chat template (default: {SYSTEM_PROMPT!r}); '' for none.",
         metavar="TEXT",
-        fold=READING,
     )
-    date: str = option(
-        DATE, f"Date for chat templates that print one (default: {DATE!r}).", metavar="DATE", fold=READING
-    )
+    date: str = option(DATE, f"Date for chat templates that print one (default: {DATE!r}).", metavar="DATE")
     template_option: tuple[str, ...] = option(
         (),
         "Variables for the chat template, such as enable_thinking=false (comma-separated).",
         metavar="NAME=VALUE,…",
-        fold=READING,
     )
     control_tokens: bool = option(
-        False, "Read the names of control tokens in the text of records as these tokens, and not as text.", fold=READING
+        False, "Read the names of control tokens in the text of records as these tokens, and not as text."
     )
 
 
@@ -128,13 +125,12 @@ class Prompts(ChatTemplate):
     """The options for turning records into text."""
 
     template: Template | None = option(
-        None, "The tokenizer's chat template, or 'Question: … Answer: …' (default: chat if available).", fold=READING
+        None, "The tokenizer's chat template, or 'Question: … Answer: …' (default: chat if available)."
     )
     max_length: int | None = option(
         None,
         "Truncate records to this many tokens (default: a record too long for the model is an error).",
         above=1,
-        fold=READING,
     )
 
 
