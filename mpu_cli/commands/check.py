@@ -271,7 +271,8 @@ def _tell_shares(verdict: Verdict, observer: Observer) -> None:
     if tail := verdict.tail:
         observer.note(
             f"known better than 95 % of strangers: {tail.above} of {tail.records} records, where {tail.above_allowed} "
-            f"may be; word for word: {tail.verbatim}, where {tail.verbatim_allowed} may be"
+            f"may be; word for word: {tail.verbatim}, where {tail.verbatim_allowed} may be; more than half of what was "
+            f"known left: {tail.still_known}, where none may be"
         )
     if verdict.kept:
         trained = f"; of those trained on, {verdict.kept_trained.estimate:.0%}" if verdict.kept_trained else ""

@@ -258,7 +258,7 @@ def _tell_measured(document: Document, observer: Observer) -> None:
         f"kept: {share(document.kept)}, where {document.min_kept}% has to be"
     )
     if document.stands_out:
-        observer.note("more records are known better than nearly all strangers than chance and the limit allow")
+        observer.note("some records are known better than chance and the limit allow")
     usual = Goal()
     if document.max_left > 100 * usual.max_left or document.min_kept < 100 * usual.min_kept:
         observer.warn(

@@ -11,12 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import numpy as np
 
 LEAST_KNOWN = 0.02  # in probability; a share of less cannot be distinguished from the noise of a copy
 TAIL = 0.95  # quantile of the baseline above which a record stands out
 CHANCE = 0.95  # share of unseen sets in which no more records stand out than Tail allows
+STILL_KNOWN = 0.5  # share of what was known of a record, above which it is still known
 
 
 @dataclass(frozen=True)
@@ -39,17 +41,20 @@ class Probabilities:
 @dataclass(frozen=True)
 class Tail:
     """The counts of ``records`` to forget that stand out, by a probability above the baseline's TAIL quantile, and that
-    are given word for word; and how many of both are ``allowed``: by chance, or by the limit of what may be left."""
+    are given word for word; and how many of both are ``allowed``: by chance, or by the limit of what may be left. None
+    of those that are ``still_known`` is allowed."""
 
     records: int
     above: int
     above_allowed: int
     verbatim: int
     verbatim_allowed: int
+    still_known: int = 0
 
     @property
     def is_allowed(self) -> bool:
-        return self.above <= self.above_allowed and self.verbatim <= self.verbatim_allowed
+        few = self.above <= self.above_allowed and self.verbatim <= self.verbatim_allowed
+        return few and not self.still_known
 
 
 def share_left(after: Probabilities, before: Probabilities, public: Probabilities | None = None) -> float:
@@ -115,8 +120,36 @@ def tail_of(
     by_chance = betabinom.ppf(CHANCE, records, rank, drawn + 1 - rank)
     by_chance_verbatim = betabinom.ppf(CHANCE, records, verbatim_unseen + 1, drawn - verbatim_unseen + 1)
     return Tail(
-        records, len(standing_out), max(by_limit, int(by_chance)), verbatim, max(by_limit, int(by_chance_verbatim))
-    )
+        records, len(standing_out), max(by_limit, int(by_chance)), verbatim, max(by_limit, int(by_chance_verbatim)),
+        still_known=len(records_still_known(after, before, public, max_left)),
+    )  # fmt: skip
+
+
+def records_still_known(
+    after: Probabilities, before: Probabilities | None, public: Probabilities | None, max_left: float
+) -> list[int]:
+    """The numbers of the records to forget of which more than STILL_KNOWN, and ``max_left``, of what was known is left,
+    and which no chance explains.
+
+    Chance explains a record that is no more probable than the baseline's most probable one, or than one more of a
+    normal distribution that its log-probabilities above their median fit (CHANCE for all records together). None where
+    the baseline has a record as probable as one that is half known: then ``Tail`` counts what chance allows.
+    """
+    baseline = public.forget if after.unseen is None and public else after.unseen
+    scatter = _scatter(after, public)
+    if before is None or baseline is None or scatter is None or len(baseline) < 2:
+        return []
+    excess, _ = _excess(after, public)
+    known, _ = _excess(before, public)
+    share = max(STILL_KNOWN, max_left)
+    if scatter.max() > share * known.mean():
+        return []
+    logs = np.log(np.maximum(baseline, 1e-30))
+    median = np.median(logs)
+    above = logs[logs >= median] - median  # how far the least probable ones are below is irrelevant
+    deviations = NormalDist().inv_cdf(1 - (1 - CHANCE) / len(excess))
+    limit = max(baseline.max(), math.exp(median + deviations * math.sqrt(np.square(above).mean())))
+    return np.flatnonzero((excess > share * np.maximum(known, LEAST_KNOWN)) & (after.forget > limit)).tolist()
 
 
 def records_above(
