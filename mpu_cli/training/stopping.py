@@ -226,8 +226,9 @@ class Scorer:
         return UNKNOWN_LEVEL if unknown is None else max(UNKNOWN_LEVEL, math.log(max(fmean(unknown), 1e-9)))
 
     def adopt_if_unfelt(self, model: PreTrainedModel, noise: FurtherNoise) -> bool:
-        """Whether ``noise`` takes next to nothing off the log-probability of the answers to forget. If so,
-        models are scored under it from now on, and compared with what was known under it."""
+        """Whether ``noise`` takes next to nothing off the log-probability of the answers to forget, and of no single
+        one half of what it has to fall: that one would count as forgotten by what the noise does. If so, models are
+        scored under it from now on, and compared with what was known under it."""
         before = _copy_weights(model, torch.device("cpu"))
         _set_weights(model, before, noise.noisy)
         noisy = self._probabilities(model, self._answers)
@@ -235,7 +236,7 @@ class Scorer:
         falls = []
         for before_noise, with_noise in zip(self.before["forget"], noisy["forget"], strict=True):
             falls.append(math.log(max(before_noise, 1e-30) / max(with_noise, 1e-30)))
-        unfelt = fmean(falls) < UNFELT_SHARE * self.fall
+        unfelt = fmean(falls) < UNFELT_SHARE * self.fall and max(falls) < self.fall / 2
         if unfelt:
             self.before = noisy
         return unfelt

@@ -147,6 +147,26 @@ def test_noise_that_hardly_costs_is_what_the_looks_compare_with(tmp_path: Path, 
             assert fmean(scorer.before[name]) == pytest.approx(probabilities(tmp_path, path), rel=1e-4)
 
 
+@pytest.mark.parametrize(("felt_by_one", "unfelt"), [(0.9, True), (0.02, False)])
+def test_noise_under_which_one_record_is_not_known_is_felt(felt_by_one: float, unfelt: bool) -> None:
+    """In the mean it hardly takes anything off. Scored under it, a training that leaves that record as it was would
+    have forgotten all of them."""
+
+    class UnderNoise(Scorer):
+        def __init__(self) -> None:
+            self.before, self._public, self._max_left = {"forget": [0.99] * 40, "unseen": [0.01] * 40}, None, 0.05
+            self._answers, self.level = {"forget": None, "unseen": None}, 0.0  # type: ignore[dict-item]
+            self.now = [felt_by_one, *[0.97] * 39]
+
+        def _probabilities(self, *_: object) -> dict[str, list[float]]:
+            return {"forget": self.now, "unseen": [0.01] * 40}
+
+    scorer, model = UnderNoise(), torch.nn.Linear(2, 2)
+    assert scorer.adopt_if_unfelt(model, FurtherNoise(dict(model.named_parameters()), 1, 0.1)) is unfelt
+    scorer.now = [felt_by_one, *[0.005] * 39]
+    assert scorer.score(model, 10).stands_out is unfelt
+
+
 @pytest.mark.slow
 def test_the_servers_model_forgets_and_keeps_by_default(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
     """With default options, copies trained one by one take the same schedule, and the model passes; a copy that takes
