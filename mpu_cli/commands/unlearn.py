@@ -118,6 +118,8 @@ class UnlearnPlan:
                     continue
                 manifest = read_copy_manifest(Path(source))
                 round_id = (manifest.run, manifest.round) if manifest else None
+                if manifest and not command.alone:
+                    self._warn_of_requests_without_note(manifest, observer)
                 note = partial(self._note, copy, manifest, observer)
                 result = self._train(copy, source, observer, schedules.get(round_id), note)
                 if round_id and result.schedule:
@@ -201,6 +203,26 @@ class UnlearnPlan:
             write_request(path, request)
         except OSError as error:
             observer.warn(f"{path}: {error.strerror}; a further request on this copy has to name these records again")
+
+    def _warn_of_requests_without_note(self, manifest: CopyManifest, observer: Observer) -> None:
+        """Warn of trainings on the copy that are in the ledger alone: the new delta takes the place of theirs."""
+        from mpu_cli.training.data import records_digest
+        from mpu_cli.training.ledger import default_ledger_path, read_ledger
+        from mpu_cli.training.requests import default_requests_path, read_requests
+
+        ledger, note = self._path(default_ledger_path()), self._path(default_requests_path())
+        copy, records = (manifest.run, manifest.round, manifest.copy), records_digest(self.data)
+        trainings = requests = 0
+        for entry in read_ledger(ledger):
+            is_other = entry.schedule is not None and not entry.public and entry.data != records
+            trainings += is_other and (entry.run, entry.round, entry.copy) == copy
+        for request in read_requests(note):
+            requests += (request.run, request.round, request.copy) == copy
+        if trainings > requests:
+            observer.warn(
+                f"{ledger} has {counted(trainings, 'earlier training')} on this copy, {note} has {requests or 'none'}: "
+                "name their records with --forget, too, as the new delta takes the place of the one that you sent"
+            )
 
     def _train(
         self,
@@ -352,7 +374,7 @@ class Unlearn(Command):
             latest = {}
         if stopping_rule and not options.privacy.public_records:
             earlier = earlier_requests(
-                latest, copies, data.forget, with_change=not options.lora.is_on, observer=observer
+                latest, copies, data.forget, sources[0], with_change=not options.lora.is_on, observer=observer
             )
             if earlier:
                 sources += earlier.sources

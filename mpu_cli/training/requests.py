@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -42,10 +42,13 @@ class Source:
     digest: str
 
     def read(self, observer: Observer = SILENT) -> list[Record] | None:
-        """The records; None if they are gone, or have been replaced by others."""
+        """The records; None if they are gone, or have been replaced by others or by what is none."""
         if any(name.startswith("/") and not Path(name).exists() for name in self.forget.splitlines()):
             return None
-        records = list(read_records(self.forget, from_flat(RecordFormat, self.reading), observer=observer))
+        try:
+            records = list(read_records(self.forget, from_flat(RecordFormat, self.reading), observer=observer))
+        except MpuError:
+            return None
         return records if _digest(records) == self.digest else None
 
 
@@ -205,11 +208,11 @@ class Earlier:
 
 
 def earlier_requests(
-    latest: Mapping[str, Request], copies: Sequence[str], forget: Sequence[Record], *, with_change: bool,
+    latest: Mapping[str, Request], copies: Sequence[str], forget: Sequence[Record], named: Source, *, with_change: bool,
     observer: Observer,
 ) -> Earlier | None:  # fmt: skip
-    """The additions of the ``latest`` request on each of ``copies`` to the records to ``forget``; None if there are
-    none. ``with_change``: whether a training can continue from the earlier change.
+    """The additions of the ``latest`` request on each of ``copies`` to the records to ``forget``, which ``named`` is
+    the source of; None if there are none. ``with_change``: whether a training can continue from the earlier change.
 
     Raises UsageError if the copies have not had the same requests: they would not be trained identically, and one
     server's copy on the records of requests to another.
@@ -218,13 +221,14 @@ def earlier_requests(
     sources: list[Source] = []
     gone: list[str] = []
     for request in latest.values():
-        of_request, their_sources, missing = records_so_far(request, [*forget, *records], observer)
+        of_request, their_sources, missing = records_so_far(request, [*forget, *records], named, observer)
         records += of_request
         sources += their_sources
         gone += [name for name in missing if name not in gone]
-    if not records and not gone:
-        return None  # the same request again
     requests = list(latest.values())
+    digests = {source.digest for request in requests for source in request.sources}
+    if not records and not gone and digests <= {named.digest}:
+        return None  # the same request again
     if len(latest) < len(copies) or any(request.sources != requests[0].sources for request in requests):
         raise UsageError(
             "not all of these copies have had the same earlier requests",
@@ -239,10 +243,8 @@ def earlier_requests(
             f"{name}: gone or replaced, so the records of an earlier request are neither trained on nor looked at "
             f"again; the change that forgot them is {'kept' if with_change else 'lost'}"
         )
-    observer.note(
-        f"{counted(len(records), 'record')} of earlier requests on the same copy are unlearned, too, and the new delta "
-        "takes the place of the earlier one; not with --alone"
-    )
+    also = f"{counted(len(records), 'record')} of earlier requests on the same copy are unlearned, too, and "
+    observer.note(f"{also if records else ''}the new delta takes the place of the earlier one; not with --alone")
     continuations = {
         copy: Continuation(request.weights, Path(request.delta) if with_change else None, request.change, request.scale)
         for copy, request in latest.items()
@@ -251,17 +253,20 @@ def earlier_requests(
 
 
 def records_so_far(
-    request: Request, known: Sequence[Record], observer: Observer
+    request: Request, known: Sequence[Record], named: Source, observer: Observer
 ) -> tuple[list[Record], list[Source], list[str]]:
     """The records of an earlier ``request`` that are not among ``known``, the sources that they are from, and those
-    whose records are gone or have been replaced, as ``--forget`` named them."""
+    whose records are gone or have been replaced, as ``--forget`` named them, unless a file of those ``named`` now has
+    the same ones."""
     keys = {record.key for record in known}
     records: list[Record] = []
     sources, gone = [], []
     for source in request.sources:
         source_records = source.read(observer)
         if source_records is None:
-            gone.append(", ".join(source.forget.splitlines()))
+            files = [replace(named, forget=name, digest=source.digest) for name in named.forget.splitlines()]
+            if all(file.read() is None for file in files):
+                gone.append(", ".join(source.forget.splitlines()))
             continue
         added = [record for record in source_records if record.key not in keys]
         if added:

@@ -85,6 +85,22 @@ def test_records_that_were_replaced_do_not_pass_for_those_of_an_earlier_request(
     assert sum((second[name] * first[name]).sum() for name in first) > 0.5 * sum((x * x).sum() for x in first.values())
 
 
+def test_earlier_records_that_were_moved_and_named_again_are_not_gone(mpu: Callable, root: Path) -> None:
+    """The change that forgot them is kept, and nobody is told that they are not looked at."""
+    mpu(*unlearn("copy_1", forget="first.jsonl"), cwd=root)
+    (root / "first.jsonl").rename(root / "moved.jsonl")
+    again = mpu(*unlearn("copy_1", forget="second.jsonl"), "--forget", "moved.jsonl", cwd=root)
+    assert "gone or replaced" not in again.err
+    assert (root / "deltas/request_2/copy_1.safetensors").exists()
+
+
+def test_earlier_records_that_cannot_be_read_any_more_end_no_request(mpu: Callable, root: Path) -> None:
+    """They are as good as gone; that is said of their file, and not that this request's is wrong."""
+    mpu(*unlearn("copy_1", forget="first.jsonl"), cwd=root)
+    (root / "first.jsonl").write_text("no record\n")
+    assert "first.jsonl: gone or replaced" in mpu(*unlearn("copy_1", forget="second.jsonl"), cwd=root).err
+
+
 def test_records_of_one_server_are_not_trained_on_the_copy_of_another(mpu: Callable, root: Path) -> None:
     """Each of two servers has had a request: a third on both copies gives neither the other's records."""
     (root / "other").mkdir()
@@ -139,6 +155,18 @@ def test_a_delta_without_its_note_does_not_exist(
     first_request, second_request = read_requests(default_requests_path())
     assert len(first_request.sources) == 1
     assert len(second_request.sources) == 2
+
+
+def test_a_lost_note_is_warned_of(mpu: Callable, root: Path) -> None:
+    """Without it, a further training has none of the earlier records; the ledger still knows that there were some."""
+    lacks = "name their records with --forget, too"
+    assert lacks not in mpu(*unlearn("copy_1", forget="first.jsonl"), cwd=root).err
+    assert lacks not in mpu(*unlearn("copy_1", forget="second.jsonl"), cwd=root).err
+    default_requests_path().unlink()
+    again = (*unlearn("copy_1", forget="second.jsonl"), "--force")
+    assert lacks not in mpu(*again, "--alone", "--out", "alone.safetensors", cwd=root).err
+    default_requests_path().unlink()
+    assert lacks in mpu(*again, cwd=root).err
 
 
 def test_check_compares_with_the_weights_that_were_trained_on(mpu: Callable, root: Path) -> None:
