@@ -111,6 +111,7 @@ class Aggregate(Command):
 
         with private_umask():  # no noise covers the result
             plan = self.plan(observer)
+            _warn_of_earlier_deltas(plan, observer)
             result: Aggregation | Combined
             if len(plan.owners) > 1:
                 result = aggregate_owners(plan, observer=observer)
@@ -227,6 +228,24 @@ class Aggregate(Command):
             which = "as long as it was to be"
         rise = f"it rises by {step.rise:.2g}; --max-rise is {step.max_rise:g}"
         observer.note(f"applied with a step of {step.chosen:g}, {which}: {rise}")
+
+
+def _warn_of_earlier_deltas(plan: AggregatePlan, observer: Observer) -> None:
+    """Warn of deltas in whose place others were applied, such as those of an earlier request on the same copies."""
+    from mpu_cli.files.reader import fingerprint
+    from mpu_cli.protocol.updates import last_update, read_updates, update_that_replaced
+
+    entries = read_updates()
+    for owner in plan.owners:
+        run, round_ = owner.keys.run, owner.keys.round
+        if last_update(entries, run, round_) is None:  # nothing to compare with, so nothing is read
+            continue
+        fingerprints = [fingerprint(delta.checkpoint) for delta in owner.deltas]
+        if later := update_that_replaced(entries, run, round_, fingerprints):
+            observer.warn(
+                f"these deltas of run {run} are earlier ones: on {later.time}, {', '.join(later.deltas)} took their "
+                "place, and this model knows again what only those forgot"
+            )
 
 
 def _tell_deltas(title: str, result: Aggregation, observer: Observer) -> None:

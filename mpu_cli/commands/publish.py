@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
@@ -253,7 +254,8 @@ class Publish(Command):
 
 def command_to_publish(model: Path, keys: Keys) -> str:
     """The command that publishes ``model`` as the last publication was: with noise of its kind and scale, its
-    symmetries, watermark, layers and dtype, sealed for the same clients."""
+    symmetries, watermark, layers and dtype, sealed for the same clients. Under names of its own, if an earlier model
+    of the same round was published beside it."""
     from mpu_cli.files.reader import WORD
     from mpu_cli.protocol.noise import SCHEMES
 

@@ -102,7 +102,8 @@ def open_deltas(paths: Iterable[Path], keys: Keys) -> list[Delta]:
             raise MpuError(f"{path}: belongs to copy {origin.copy} of another publication", "use its keys")
         if origin.copy in deltas:
             raise MpuError(
-                f"{path}: belongs to copy {origin.copy}, as does {deltas[origin.copy].path}", "give one of the two"
+                f"{path}: belongs to copy {origin.copy}, as does {deltas[origin.copy].path}",
+                "give the one that came last",
             )
         deltas[origin.copy] = Delta(path, checkpoint, manifest, keys)
     return [deltas[copy] for copy in sorted(deltas)]

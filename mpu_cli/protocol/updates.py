@@ -80,7 +80,7 @@ def write_update(entry: Entry, observer: Observer) -> None:
 def read_updates(path: Path | None = None) -> list[Entry]:
     """All entries, the last one last."""
     path = path or default_updates_path()
-    hint = "put a backup in its place, or remove it: nothing but `mpu status` and rehearsed steps need it"
+    hint = "put a backup in its place, or remove it: nothing but `mpu status`, rehearsed steps and warnings need it"
     entries: list[Entry] = []
     for line in read_lines(path, hint):
         kind: type[Entry] = Update
@@ -106,6 +106,15 @@ def last_update(entries: Sequence[Entry], run: str, round_: int) -> Update | Non
     """The last update from the deltas of a publication; None if there was none."""
     updates = [entry for entry in entries if isinstance(entry, Update) and (entry.run, entry.round) == (run, round_)]
     return updates[-1] if updates else None
+
+
+def update_that_replaced(entries: Sequence[Entry], run: str, round_: int, fingerprints: list[str]) -> Update | None:
+    """The last update from a publication, if it is of other deltas than these, which were applied before; else None."""
+    last = last_update(entries, run, round_)
+    if last is None or last.fingerprints == fingerprints:
+        return None
+    applied = [entry.fingerprints for entry in entries if isinstance(entry, Update) and entry.run == run]
+    return last if fingerprints in applied else None
 
 
 def runs_in(model: str, entries: Sequence[Entry]) -> set[str]:

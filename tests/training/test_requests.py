@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -167,6 +169,22 @@ def test_a_lost_note_is_warned_of(mpu: Callable, root: Path) -> None:
     assert lacks not in mpu(*again, "--alone", "--out", "alone.safetensors", cwd=root).err
     default_requests_path().unlink()
     assert lacks in mpu(*again, cwd=root).err
+
+
+def test_earlier_deltas_do_not_replace_later_ones_silently(mpu: Callable, root: Path) -> None:
+    """A further request's deltas take the place of the first one's; those of the first, once more, bring back what only
+    the others forgot. What is printed as next publishes each model for its check."""
+    for request, forget in (("first", "first.jsonl"), ("second", "second.jsonl")):
+        mpu(*unlearn("copy_1", "copy_2", forget=forget), "--out", request, cwd=root)
+    took_their_place = []
+    for number, request in enumerate(("first", "second", "second", "first")):
+        aggregate = ("aggregate", request, "--keys", "keys.bin", "--out", f"model_{number}", "--trust-deltas")
+        outcome = mpu(*aggregate, cwd=root)
+        took_their_place.append("took their place" in outcome.err)
+        if number < 2:  # under names of its own, beside the publication of the first request's model
+            printed = re.search("next: `mpu (.*?)`", outcome.err)
+            mpu(*shlex.split(printed[1]), cwd=root)  # type: ignore[index]
+    assert took_their_place == [False, False, False, True]
 
 
 def test_check_compares_with_the_weights_that_were_trained_on(mpu: Callable, root: Path) -> None:
