@@ -293,6 +293,10 @@ def command_to_publish(model: Path, keys: Keys) -> str:
         in_order = [keys.recipients[str(copy)] for copy in range(1, keys.copies + 1) if str(copy) in keys.recipients]
         # One recipient, once, is that of all copies (see ``plan``).
         command += ["--copy-recipients", ",".join(in_order if len(set(in_order)) > 1 else in_order[:1])]
+    if model.with_name(str(keys_path(keys.round + 1))).exists():
+        names = (model.with_name(f"check_{number}") for number in itertools.count(2))
+        out = next(name for name in names if not name.exists() and not name.with_suffix(".bin").exists())
+        command += ["--out", out, "--keys", out.with_suffix(".bin")]
     return command_line(*command)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -42,11 +43,11 @@ class Round:
     made: dict[int, Path] = field(default_factory=dict)  # copies, by number
     deltas: dict[int, Path] = field(default_factory=dict)  # by copy
     model: Path | None = None
-    # Verdicts of receipts, by file: those that this machine signed as the client or the server, and those of others,
-    # with their signers.
+    # Verdicts of receipts, by file, the latest last: those that this machine signed as the client or the server, and
+    # those of others, with their signers.
     verdicts: dict[str, str] = field(default_factory=dict)
     claims: dict[str, str] = field(default_factory=dict)
-    signed: str | None = None  # the server that signed a passing receipt, in words; None if there is none
+    signed: str | None = None  # the server that signed the latest verdict, a pass, in words; None if there is none
 
     @property
     def label(self) -> str:
@@ -120,22 +121,22 @@ class Account:
 
     def _after(self, last: Round, earlier: Round | None) -> tuple[str, str]:
         folder = self.folder
-        if passed := [file for file, verdict in last.verdicts.items() if verdict.startswith("pass")]:
+        file, verdict = next(reversed(last.verdicts.items()), ("", ""))  # of the latest receipt
+        if verdict.startswith("pass"):
             if last.signed:
                 return "nobody", f"the records are forgotten, and the rest is kept; {last.signed}"
             if self.keys:  # both parties are here
-                return "server", f"{self._countersign(passed[0], last, earlier)}, which countersigns it"
-            sent = command_line(folder / passed[0])
+                return "server", f"{self._countersign(file, last, earlier)}, which countersigns it"
+            sent = command_line(folder / file)
             return "client", (
                 f"send {sent} to the model's owner, who countersigns it, and by another way your public key, which "
-                f"`{command_line('mpu', 'receipt', folder / passed[0])}` prints"
+                f"`{command_line('mpu', 'receipt', folder / file)}` prints"
             )
-        claimed = [file for file, claim in last.claims.items() if claim.startswith("pass")]
-        if claimed and self.keys:
-            sign = self._countersign(claimed[0], last, earlier, "--client-key", "PUBLIC_KEY")
+        claimed, claim = next(reversed(last.claims.items()), ("", ""))
+        if claim.startswith("pass") and self.keys:
+            sign = self._countersign(claimed, last, earlier, "--client-key", "PUBLIC_KEY")
             return "server", f"{sign}, with the public key that your client gave you, which countersigns it"
-        if last.verdicts and not last.deltas:
-            file, verdict = next(iter(last.verdicts.items()))
+        if verdict and not last.deltas:
             return "client", f"{folder / file} says {verdict}: do what `mpu check` said is next"
         if last.model:
             return "server", self._publish(folder / last.model, last)
@@ -308,13 +309,12 @@ def _add_receipts(folder: Path, paths: list[Path], rounds: Mapping[tuple[str, in
     keys_here = {}  # with which this machine signs, by party; None for a party that it never was
     for party, (secret_path, read) in secrets.items():
         keys_here[party] = public_key_of(party, read()) if secret_path.exists() else None
+    receipts = []
     for path in paths:
-        if path.suffix != ".json" or not path.is_file():
-            continue
-        try:
-            receipt = read_receipt(path)
-        except MpuError:  # another file
-            continue
+        if path.suffix == ".json" and path.is_file():
+            with suppress(MpuError):  # another file
+                receipts.append((path, read_receipt(path)))
+    for path, receipt in sorted(receipts, key=lambda found: (found[1].date, found[0].stat().st_mtime_ns)):
         try:
             public_keys = check_signatures(receipt, path)
         except MpuError as error:
@@ -328,7 +328,7 @@ def _add_receipts(folder: Path, paths: list[Path], rounds: Mapping[tuple[str, in
         if not (client_is_here or server_is_here):  # anybody can have written it: it decides nothing
             round_.claims[name] = f"{receipt.verdict}, says a client with the public key {client}"
             continue
-        round_.verdicts[name] = receipt.verdict
+        round_.verdicts[name], round_.signed = receipt.verdict, None
         if receipt.verdict.startswith("pass") and server:
             round_.signed = f"the server that signed it has the public key {server}: is that yours?"
             if server_is_here:

@@ -119,6 +119,20 @@ def test_a_verdict_is_one_that_was_signed_here(
         assert key in "\n".join(lines)
 
 
+def test_the_latest_verdict_counts(mpu: Callable, root: Path, passing: Path) -> None:
+    """After a further request on the same copies, a receipt of the model before says nothing of the one now."""
+    for keys in ("keys.bin", "before/keys.bin"):
+        (root / keys).unlink()
+    signed = with_signature(read_receipt(passing), "client", own_client_secret())
+    later = msgspec.structs.replace(signed, left=60, left_high=70, verdict="fail: not forgotten, the rest is kept")
+    later = with_signature(later, "client", own_client_secret())
+    for first, second, turn in ((signed, later, "a.json says fail"), (later, signed, "send a.json")):
+        passing.write_text(as_text(first))
+        (root / "a.json").unlink(missing_ok=True)
+        (root / "a.json").write_text(as_text(second))  # before the other one by its name, and after it by its time
+        assert f"next\tclient: {turn}" in mpu("status", cwd=root).out
+
+
 def test_a_server_is_asked_whose_receipt_it_countersigns(mpu: Callable, root: Path, passing: Path) -> None:
     passing.write_text(as_text(with_signature(read_receipt(passing), "client", STRANGER)))
     steps = [each["step"] for each in mpu("status", "--json", cwd=root).json["next"]]
