@@ -366,6 +366,11 @@ class EarlyStopping(TrainerCallback):
             scores = self._scores_of_share(model, weights, scale, steps)
         else:
             scores, scale, weights = self._best
+            if math.isfinite(scores.left) and not self._is_enough(scores):
+                self._observer.warn(
+                    f"the records are not forgotten on the copy after {counted(steps, 'step')}: raise --max-steps or "
+                    "--lr"
+                )
             if self._further.share:  # the level is lower there, so that half of a change may be too much
                 _, least = self._scaled_back(model, weights, scores, low=0.25)
                 scale = min(1.0, SHARE_MARGIN * least)
