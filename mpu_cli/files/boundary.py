@@ -66,11 +66,10 @@ def _open(name: str | Path, where: Path, flags: int, folder: int | None = None) 
         descriptor = os.open(name, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags, dir_fd=folder)
     except OSError as error:
         raise unreadable(where, error) from error
-    file = os.fdopen(descriptor, "rb")
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        file.close()
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):  # Python names a folder by its descriptor, and leaves it open
+        os.close(descriptor)
         raise MpuError(f"{where}: not a regular file", GET_IT_AGAIN)
-    return file
+    return os.fdopen(descriptor, "rb")
 
 
 def _blob(path: Path) -> Path | None:

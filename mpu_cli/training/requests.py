@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.files.boundary import parse_document
+from mpu_cli.files.boundary import Above0, parse_document
 from mpu_cli.files.manifest import CopyManifest
 from mpu_cli.files.resumption import alone_with_private, append_line, read_lines
 from mpu_cli.files.sealing import default_identity_path
@@ -70,7 +70,7 @@ class Request:
     weights: str  # the copy's fingerprint
     delta: str  # the path of the change that was returned
     change: str  # fingerprint of that change
-    scale: float  # the share of the trained change that was returned
+    scale: Above0  # the share of the trained change that was returned
     sources: list[Source]  # of all records to forget that are in the change, this request's first
     options: dict[str, Any]  # for reading and judging records, as far as they are not the defaults
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mpu_cli.files.boundary import NAMES
+from mpu_cli.errors import MpuError
+from mpu_cli.files.boundary import NAMES, read_bounded
 from mpu_cli.files.folder import clean_chat_template, clean_config, clean_tokenizer_config, clean_tokens, left_out
 from mpu_cli.model.source import open_model
 from mpu_cli.model.staging import staged_model
@@ -26,6 +27,11 @@ def test_what_a_part_of_a_config_loses_is_named() -> None:
     config = {"model_type": "llama4", "vision_config": {"depth": 2, "a_ratio": 0.5, "inner": {"other": 1}}}
     assert left_out(config) == ["vision_config.a_ratio", "vision_config.inner"]
     assert left_out(config, {"a_ratio"}) == ["vision_config.a_ratio"]
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(MpuError, match=f"{tmp_path}: not a regular file"):
+        read_bounded(tmp_path)
 
 
 @pytest.mark.parametrize("family", CONFIGS)
