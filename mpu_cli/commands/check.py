@@ -49,9 +49,9 @@ class Check(Command):
     """Check on a copy of the server's new model that it forgot your records and kept the others.
 
     Passes if at most 5 % is left of what was known of --forget records (and the interval over records ends below
-    10 %), no more of them stand out than of unseen records, and at least 95 % of --retain records is kept, all measured
-    against --before. What --unseen records or --public say a stranger knows does not count, and no record makes up for
-    another. Prints a table and the verdict; exits with status 1 unless it is a pass.
+    10 %), none is left by more than half, no more stand out than of unseen records, and at least 95 % of --retain
+    records is kept, all measured against --before. What --unseen records or --public say a stranger knows does not
+    count, and no record makes up for another. Prints a table and the verdict; exits with status 1 unless it is a pass.
     """
 
     NAME = "check"
