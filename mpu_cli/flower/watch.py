@@ -273,9 +273,7 @@ def _end_with_parent() -> None:
 
 
 # what becomes of a copy, in the worker's own file
-BEGUN: Literal["begun"] = "begun"
-ANSWERED: Literal["answered"] = "answered"
-FAILED: Literal["failed"] = "failed"
+BEGUN, ANSWERED, FAILED = "begun", "answered", "failed"
 
 
 class AnsweredCopy(Document):

@@ -135,13 +135,16 @@ class Recovered:
 @dataclass(frozen=True)
 class Audit:
     """Errors by attack and block; ``task`` and ``weights`` are the squared norms that they are relative to, by block;
-    ``unmoved`` is the share of weights that are unchanged in a copy, by block."""
+    ``unmoved`` is the share of weights that are unchanged in a copy, by block. ``noise`` and ``symmetries`` are the
+    attacker's assumptions."""
 
-    attacks: dict[str, Recovered]
-    task: dict[str, float]
-    weights: dict[str, float]
-    unmoved: dict[str, float]
+    noise: Scheme
+    symmetries: str
     with_reference: bool
+    attacks: dict[str, Recovered]
+    task: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, float] = field(default_factory=dict)
+    unmoved: dict[str, float] = field(default_factory=dict)
 
     def method(self, attack: str) -> str:
         """The method of estimating the change with which the attack's error is smallest in total."""
@@ -280,7 +283,8 @@ class _Attacker:
         self._noise = noise
         self._several = len(set(publications)) > 1
         self._weights_of_copies = _weights(noise, publications)
-        self.audit = Audit({name: Recovered() for name in self._names()}, {}, {}, {}, reference is not None)
+        attacks = {name: Recovered() for name in self._names()}
+        self.audit = Audit(noise, symmetries, reference is not None, attacks)
         self._outer_maps: dict[tuple[int, int, str], dict[str, AxisMap]] = {}
         # Over all blocks so far: they share the factors.
         self._own_gram = torch.zeros(len(copies), len(copies), dtype=torch.float64)
@@ -446,15 +450,6 @@ _Manifests = Sequence[CopyManifest | None]  # of the copies, None for a model wi
 UNDONE = 0.5  # if an attack reduces the error of one copy to this share, the assumed noise explains the copies
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """An audit, and the attacker's assumptions in it."""
-
-    audit: Audit
-    noise: Scheme
-    symmetries: str
-
-
 def audit_as_believed(
     copies: Sequence[Model],
     base: Model,
@@ -464,9 +459,9 @@ def audit_as_believed(
     symmetries: str | None = None,
     fast: bool = False,
     observer: Observer = SILENT,
-) -> Attempt:
+) -> Audit:
     """Audit ``copies`` under what is given of noise and symmetries, else under what the copies say of themselves and
-    the defaults of `mpu publish`, one after the other; the attempt that explains the copies best.
+    the defaults of `mpu publish`, one after the other; the audit whose assumptions explain the copies best.
 
     Copies may be of several publications of the base.
     """
@@ -481,17 +476,17 @@ def audit_as_believed(
             f"--noise {noise}: factors are those of one publication", "leave them out, or audit one at a time"
         )
     schemes = _believed_noise(manifests, noise)
-    attempts = []
+    audits: dict[float, Audit] = {}  # by the error of the best attack that removes the noise
     for believed, scheme in product(_believed_symmetries(manifests, symmetries), schemes):
         result = audit(models, base, reference, noise=scheme, symmetries=believed, fast=fast,
                       publications=publications, observer=observer)  # fmt: skip
         if reference and not sum(result.task.values()):
             raise UsageError(f"--public {reference.source}: has the same weights as --base", "leave it out")
-        explained = min((result.plain_error(name) for name in result.attacks if ATTACKS[name].believes), default=0.0)
-        attempts.append((explained, Attempt(result, scheme, believed)))
-        if explained < UNDONE * result.plain_error(ONE_COPY):
+        error = min((result.plain_error(name) for name in result.attacks if ATTACKS[name].believes), default=0.0)
+        audits.setdefault(error, result)
+        if error < UNDONE * result.plain_error(ONE_COPY):
             break
-    return min(attempts, key=lambda attempt: attempt[0])[1]
+    return audits[min(audits)]
 
 
 def _believed_noise(manifests: _Manifests, noise: str | None) -> list[Scheme]:

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack, redirect_stderr
+from contextlib import redirect_stderr
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -37,11 +37,10 @@ def run_tasks(
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     for name in ("lm_eval", "lm-eval"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    quiet = not sys.stderr.isatty()  # the harness draws progress bars even without a terminal
     named = [str(Path(task).resolve()) if task.endswith((".yaml", ".yml")) else task for task in tasks]
     try:
-        with ExitStack() as quiet:
-            if not sys.stderr.isatty():  # the harness draws progress bars even without a terminal
-                quiet.enter_context(redirect_stderr(quiet.enter_context(open(os.devnull, "w", encoding="utf-8"))))
+        with open(os.devnull, "w", encoding="utf-8") as nowhere, redirect_stderr(nowhere if quiet else sys.stderr):
             wrapped = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
             measured = simple_evaluate(wrapped, tasks=named, bootstrap_iters=0, log_samples=False, verbosity="ERROR")
     except Exception as error:  # tasks and their data can raise anything

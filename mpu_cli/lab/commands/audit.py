@@ -16,7 +16,7 @@ from mpu_cli.options.names import SYMMETRIES
 from mpu_cli.wording import few
 
 if TYPE_CHECKING:
-    from mpu_cli.lab.attacks import Attempt
+    from mpu_cli.lab.attacks import Audit as Result
     from mpu_cli.protocol.publication import Publication
 
 ANOTHER_MODEL = 0.3  # relative error of the weights from which BASE is probably not what was published
@@ -64,8 +64,8 @@ class Audit(Command):
     fast: bool = option(False, "Examine only three layers.")
     opening: Opening = group(Opening)
 
-    def run(self, observer: Observer = SILENT) -> tuple[Attempt, Publication | None]:
-        """The audit with its assumptions, and the publication of the keys."""
+    def run(self, observer: Observer = SILENT) -> tuple[Result, Publication | None]:
+        """The audit, and the publication of the keys."""
         from mpu_cli.lab.attacks import audit_as_believed
         from mpu_cli.model.source import open_model
         from mpu_cli.protocol.deltas import check_base
@@ -80,16 +80,15 @@ class Audit(Command):
                 if manifest is None or manifest.copy_id not in keys.copy_ids:
                     raise MpuError(f"{copy.source}: was not published with these keys")
         public = open_model(self.public) if self.public else None
-        attempt = audit_as_believed(
+        result = audit_as_believed(
             copies, base, public, noise=self.noise, symmetries=self.symmetries, fast=self.fast, observer=observer
         )
-        return attempt, keys.publication if keys else None
+        return result, keys.publication if keys else None
 
-    def report(self, outcome: tuple[Attempt, Publication | None], observer: Observer) -> Report:
+    def report(self, outcome: tuple[Result, Publication | None], observer: Observer) -> Report:
         from mpu_cli.lab.attacks import ATTACKS
 
-        attempt, published = outcome
-        result = attempt.audit
+        result, published = outcome
         rows = []
         for name in result.attacks:
             task = result.task_error(name)
@@ -121,8 +120,8 @@ class Audit(Command):
             "attacks": result.document(),
             "unmoved": result.unmoved,
             "settings": {
-                "noise": {"kind": attempt.noise.kind, "factors": attempt.noise.factors},
-                "symmetries": attempt.symmetries,
+                "noise": {"kind": result.noise.kind, "factors": result.noise.factors},
+                "symmetries": result.symmetries,
                 "fast": self.fast,
             },
             "published": {"kappa": published.kappa, "symmetries": published.symmetries} if published else None,
