@@ -20,7 +20,7 @@ import shlex
 import shutil
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -442,16 +442,15 @@ def play(grid: Grid, settings: Settings) -> Path:
     exchange = Exchange(grid, settings.patience, settings.limit, say)
     base: Path | str = settings.base
     with alone_in(settings.state, "flower", "state"):
-        rounds = [Round(settings, exchange, number, "") for number in range(1, settings.rounds + 1)]
-        for current, following in zip(rounds, [*rounds[1:], None], strict=True):
-            current = replace(current, base=base)
+        for number in range(1, settings.rounds + 1):
+            current = Round(settings, exchange, number, base)
             if not current.model.exists():
                 current.play()
-            elif current.left_out and not (following and following.folder.exists()):
+            elif current.left_out and not (settings.state / f"round_{number + 1}").exists():
                 current.ask_again()
             current.end()
             warnings = (current.folder / "warnings.txt").read_text(encoding="utf-8").splitlines()
-            say(f"round {current.number} is done: {current.model}" + (f" ({'; '.join(warnings)})" if warnings else ""))
+            say(f"round {number} is done: {current.model}" + (f" ({'; '.join(warnings)})" if warnings else ""))
             base = current.model
     return Path(base)
 
