@@ -1,4 +1,4 @@
-"""Functions of other packages, by ``module:function`` or by the name of an entry point."""
+"""Other packages: those that are optional, and functions by ``module:function`` or by the name of an entry point."""
 
 from __future__ import annotations
 
@@ -19,6 +19,14 @@ Result = TypeVar("Result")
 def extension(name: str) -> Any:
     """The module of the laboratory that carries out an option of a command, by its name in ``EXTENSIONS``."""
     return import_module(f"mpu_cli.{EXTENSIONS[name]}")
+
+
+def require(package: str, purpose: str) -> Any:
+    """The module of an optional ``package``. Raises MpuError, which names the ``purpose``, if it is not installed."""
+    try:
+        return import_module(package.replace("-", "_"))
+    except ImportError as error:
+        raise MpuError(f"{purpose} needs {package}, which is not installed", f"pip install {package}") from error
 
 
 def load_plugin(kind: str, name: str, flag: str, built_in: Collection[str]) -> object:

@@ -10,7 +10,8 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.errors import UsageError
+from mpu_cli.plugins import require
 from mpu_cli.training.ledger import Mechanism, Release, Spending
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 DISCRETIZATION = 1e-3  # of the privacy loss, in nats; rounded up, so that ε remains a bound
 TOLERANCE = 1e-3  # of the noise that is sought
+ACCOUNTED = "differential privacy of the records"
 
 
 def composed_epsilon(spendings: Sequence[Spending], delta: float, neighbours: str = "left-out") -> float:
@@ -67,18 +69,8 @@ def noise_multiplier_for(
     return float(multiplier)
 
 
-def check_accounting() -> None:
-    """Raises MpuError without dp-accounting."""
-    try:
-        import dp_accounting  # noqa: F401
-    except ImportError as error:
-        raise MpuError(
-            "differential privacy of the records needs dp-accounting", "install it with pip install dp-accounting"
-        ) from error
-
-
 def _accountant(neighbours: str) -> PLDAccountant:
-    check_accounting()
+    require("dp-accounting", ACCOUNTED)
     from dp_accounting import NeighboringRelation
     from dp_accounting.pld import PLDAccountant
 

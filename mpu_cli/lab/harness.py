@@ -11,15 +11,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from mpu_cli.errors import MpuError, UsageError
-
-
-def check_installed() -> None:
-    """Raises UsageError if the harness is not installed."""
-    try:
-        import lm_eval  # noqa: F401
-    except ImportError as error:
-        raise UsageError("--lm-eval: EleutherAI's harness is not installed", "run pip install lm-eval") from error
+from mpu_cli.errors import MpuError
 
 
 def run_tasks(

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from mpu_cli.model.source import open_model
 from mpu_cli.model.staging import add_delta, open_delta
 from mpu_cli.model.tensors import in_memory
 from mpu_cli.options.unlearning import Prompts
+from mpu_cli.plugins import require
 from mpu_cli.records.encode import IGNORED, Example, encoding_of
 from mpu_cli.records.forms import Record
 from mpu_cli.records.terms import join_overlapping, terms_of, texts_of
@@ -328,7 +330,9 @@ class TermMechanism:
 
 def term_mechanism(options: TermRelease) -> TermMechanism:
     """The mechanism with the lowest threshold that meets ``options``."""
-    opendp = _opendp()
+    require("opendp", "mpu surrogate")
+    opendp: Any = import_module("opendp.prelude")
+    opendp.enable_features("contrib")
     domain = opendp.map_domain(opendp.atom_domain(T=str), opendp.atom_domain(T="i32"))
     metric = opendp.l01inf_distance(opendp.absolute_distance(T="i32"))
     # One unit changes the counts of its terms by one each; a replaced one, also those of its replacement.
@@ -381,13 +385,3 @@ def release_terms(records: Sequence[Record], names: Sequence[str | None], option
     # A single term stands for all of a record; of several, neighbouring pairs of words are parts of one name.
     joins = options.terms > 1 and options.term_column is None
     return join_overlapping(ordered) if joins else ordered, mentioning
-
-
-def _opendp() -> Any:
-    """OpenDP's functions."""
-    try:
-        import opendp.prelude as opendp
-    except ImportError as error:
-        raise MpuError("surrogate records need OpenDP", "install it with pip install opendp") from error
-    opendp.enable_features("contrib")
-    return opendp

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.errors import UsageError
 from mpu_cli.files.randomness import Randomness, new_seed, standard_normals
-from mpu_cli.lab.accounting import check_accounting, composed_epsilon, noise_multiplier_for
+from mpu_cli.lab.accounting import composed_epsilon, noise_multiplier_for
 from mpu_cli.model.network import Head, input_of, separate_head
 from mpu_cli.options.unlearning import Privacy, Training
+from mpu_cli.plugins import require
 from mpu_cli.records.encode import IGNORED, Example, pad
 from mpu_cli.training.ledger import Mechanism
 from mpu_cli.training.loop import Losses, outside_layers
@@ -126,11 +127,8 @@ def most_signal(planned: Plan, trained_weights: int) -> float:
 
 def check_opacus() -> None:
     """Raises MpuError without Opacus and dp-accounting."""
-    check_accounting()
-    try:
-        import opacus  # noqa: F401
-    except ImportError as error:
-        raise MpuError("--dp epsilon needs Opacus", "install it with pip install opacus") from error
+    for package in ("dp-accounting", "opacus"):
+        require(package, "--dp epsilon")
 
 
 def train_privately(

@@ -48,6 +48,7 @@ from mpu_cli.model.source import open_model
 from mpu_cli.observer import SILENT, Observer, PrefixedObserver
 from mpu_cli.options.declare import check_in_files, declared_options, flat, from_flat
 from mpu_cli.options.evaluation import Measuring
+from mpu_cli.plugins import require
 from mpu_cli.subprocesses import Ended, import_nothing_from_here, run_mpu, stop_running
 from mpu_cli.toml import read_toml
 from mpu_cli.training.checks import check_options
@@ -92,10 +93,7 @@ class ThroughSubmitit:
     all nodes see, under a name that nobody could foresee: results come back as pickles."""
 
     def __init__(self, folder: Path, parameters: Mapping[str, object]):
-        try:
-            import submitit
-        except ImportError as error:
-            raise MpuError("--launcher submitit: is not installed", "pip install submitit") from error
+        submitit = require("submitit", "--launcher submitit")
         import_nothing_from_here()  # its jobs start as `python -m submitit…`
         self._executor = submitit.AutoExecutor(folder=folder / f"jobs-{secrets.token_hex(16)}")
         try:
@@ -103,7 +101,7 @@ class ThroughSubmitit:
         except (NameError, TypeError, ValueError) as error:
             raise UsageError(f"--launcher-options: {str(error).splitlines()[0]}") from error
         self.logs, self.is_local = self._executor.folder, self._executor.cluster == "local"
-        self._jobs: list[submitit.Job[Ended]] = []
+        self._jobs: list[Any] = []
         self._failed = submitit.core.utils.UncompletedJobError, submitit.core.utils.FailedJobError
 
     def run(self, arguments: Sequence[str]) -> Ended:
@@ -125,10 +123,7 @@ class ThroughRay:
     the options of a remote function, say otherwise. All nodes see the sweep's folder."""
 
     def __init__(self, parameters: Mapping[str, object]):
-        try:
-            import ray
-        except ImportError as error:
-            raise MpuError("--launcher ray: is not installed", "pip install ray") from error
+        ray = require("ray", "--launcher ray")
         address = os.environ.get("RAY_ADDRESS", "")
         if address in ("", "auto"):
             # Ray would join whatever cluster it finds on this machine, also another user's, and unpickle its results.

@@ -18,6 +18,7 @@ from mpu_cli.errors import Diverged, UsageError
 from mpu_cli.model.source import Model
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.unlearning import Unlearning
+from mpu_cli.plugins import require
 from mpu_cli.training.checks import check_options
 from mpu_cli.training.data import Dataset
 from mpu_cli.training.unlearn import UnlearningTask
@@ -48,10 +49,7 @@ def tune(
     observer: Observer = SILENT,
 ) -> tuple[Trial | None, list[Trial]]:
     """The trial in bounds that forgot most (None: there is none), and all trials in their order."""
-    try:
-        import optuna
-    except ImportError as error:
-        raise UsageError("mpu tune needs optuna, which is not installed", "run pip install optuna") from error
+    optuna = require("optuna", "mpu tune")
     warnings.filterwarnings("ignore", module="optuna")  # of what later versions will drop
     optuna.logging.set_verbosity(logging.ERROR)  # it warns of a trial that is refused with a traceback
     if not check_options(options).constants.alpha or not data.retain:

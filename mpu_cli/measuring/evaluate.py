@@ -40,7 +40,7 @@ from mpu_cli.model.staging import open_delta, remark_on_ties
 from mpu_cli.model.tensors import check_bitsandbytes
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.evaluation import Measuring
-from mpu_cli.plugins import extension
+from mpu_cli.plugins import extension, require
 from mpu_cli.records.tokens import decode
 from mpu_cli.wording import few
 
@@ -378,7 +378,7 @@ def evaluate(
         if delta:
             needs.add(before_key(show))
     if lm_eval:
-        extension("harness").check_installed()
+        require("lm-eval", "--lm-eval")
         needs.add(harness_key(lm_eval))
     passes = list(passes_for(needs, benchmark, lm_eval, shown_split, show))
     if missing := needs - {key for pass_ in passes for key in pass_.keys}:  # of a metric of somebody else's
