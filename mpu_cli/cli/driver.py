@@ -21,7 +21,7 @@ ALWAYS = ("--dry-run", "--force", "--json", "--help")  # options that help shows
 HELP_ALL = "--help-all"
 
 
-def typer_command(command: type[Command], *, with_options: bool = True) -> Callable[..., None]:
+def typer_command(command: type[Command], *, with_options: bool) -> Callable[..., None]:
     """The function for a typer command: its parameters are the options of ``command``, its docstring is its help."""
     declarations = declared_options(command) if with_options else {}
     folds = folds_of(declarations)

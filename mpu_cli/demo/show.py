@@ -42,7 +42,7 @@ from mpu_cli.measuring.results import best, goal
 from mpu_cli.measuring.retain import read_retain_log
 from mpu_cli.model.device import device_of
 from mpu_cli.model.source import Model, open_model
-from mpu_cli.observer import SILENT, Observer, PrefixedObserver
+from mpu_cli.observer import Observer, PrefixedObserver
 from mpu_cli.options.evaluation import Measuring, Recovery, Scoring
 from mpu_cli.options.unlearning import (
     AlgorithmOptions,
@@ -204,9 +204,7 @@ REAL = Scenario(people=10, forgotten=2, unseen=6, evaluated=3, epochs=8, metrics
 LEARNING = Training(lr=1e-4, batch_size=8)  # of a model that is given
 
 
-def run_demo(
-    folder: Path, *, model: str | None = None, seed: int = 0, device: str = "auto", observer: Observer = SILENT
-) -> Demonstration:
+def run_demo(folder: Path, *, model: str | None, seed: int, device: str, observer: Observer) -> Demonstration:
     """Play everything in ``folder``, which is made, and removed again if something fails; with ``model``, a chat model,
     or one that is made on the spot. Models are trained and asked on ``device``."""
     device_of(device)  # or it fails when the folder is there

@@ -41,7 +41,7 @@ class Check:
     said: str
 
 
-def trials(device: str, folder: Path, observer: Observer = SILENT) -> Iterator[Check]:
+def trials(device: str, folder: Path, observer: Observer) -> Iterator[Check]:
     """Publish, unlearn, aggregate and evaluate in ``folder``, up to the first step that fails."""
     transformers.utils.logging.disable_progress_bar()
     observer.stage("make a small model", 1, "done")

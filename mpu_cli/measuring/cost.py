@@ -63,7 +63,7 @@ def cost(model: Model, *, copies: int, options: Unlearning) -> Cost:
     )
 
 
-def steps_of(options: Unlearning, records: int, stopping_rule: StoppingRule | None = None) -> int:
+def steps_of(options: Unlearning, records: int, stopping_rule: StoppingRule | None) -> int:
     """The steps of a training on so many ``records`` to forget: at most, with a ``stopping_rule``."""
     size = options.training.batch_size
     if stopping_rule:
@@ -114,9 +114,7 @@ class TrainingCost:
     work: Work
 
 
-def training_cost(
-    copy: Model, data: Dataset, options: Unlearning, stopping_rule: StoppingRule | None = None
-) -> TrainingCost:
+def training_cost(copy: Model, data: Dataset, options: Unlearning, stopping_rule: StoppingRule | None) -> TrainingCost:
     """The cost of an ``UnlearningTask``; with a ``stopping_rule``, of the most steps that it allows.
 
     Raises MpuError if the model has no tokenizer or a record cannot be read, UsageError for options that do not go

@@ -144,10 +144,10 @@ def sample_answers(
     count: int,
     *,
     limit: int,
-    stops: Sequence[str] = (),
+    stops: Sequence[str],
     batch_size: int,
-    longest: int | None = None,
-    advance: Advance = SILENT.advance,
+    longest: int | None,
+    advance: Advance,
 ) -> list[list[str]]:
     """``count`` answers to each prompt, drawn at temperature 1 from all tokens; the same ones on every call. For the
     rest, see ``answer``."""

@@ -82,9 +82,9 @@ class Run:
             longest=self.encoder.encoding.limits.longest, advance=advance,
         )  # fmt: skip
 
-    def losses(self, items: Sequence[Item], advance: Advance = SILENT.advance) -> list[float]:
+    def losses(self, items: Sequence[Item]) -> list[float]:
         """Mean loss per token of each item, in nats."""
-        scores = self.reader.score([], loss_items=items, batch_size=self.batch_size, advance=advance)
+        scores = self.reader.score([], loss_items=items, batch_size=self.batch_size, advance=SILENT.advance)
         return [score.loss for score in scores]
 
     def add_delta(self) -> None:

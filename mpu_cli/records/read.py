@@ -112,7 +112,7 @@ def files_at(path: Path) -> list[Path]:
     return files
 
 
-def files_of_folder(folder: Path, split: str | None = None) -> list[Path]:
+def files_of_folder(folder: Path, split: str | None) -> list[Path]:
     """The files of records in ``folder``, those that ``datasets.load_dataset`` would read of its ``split``.
 
     Files of text alone are all read.
@@ -560,7 +560,7 @@ def read_records(
     return records
 
 
-def parsed_rows(source: str | Path, reading: RecordFormat, observer: Observer = SILENT) -> list[tuple[Row, Record]]:
+def parsed_rows(source: str | Path, reading: RecordFormat, observer: Observer) -> list[tuple[Row, Record]]:
     """The rows of one ``source``, as ``read_records`` takes it, each with its place, its fields by our names, and the
     record that it is."""
     columns = parse_columns(reading.columns)

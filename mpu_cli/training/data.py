@@ -131,7 +131,7 @@ def read_dataset(options: Unlearning, observer: Observer = SILENT) -> Dataset:
     return Dataset(forget, retain, _lines(records.alternates) if records.alternates else REFUSALS)
 
 
-def with_unseen(data: Dataset, source: str, reading: RecordFormat, observer: Observer = SILENT) -> Dataset:
+def with_unseen(data: Dataset, source: str, reading: RecordFormat, observer: Observer) -> Dataset:
     """``data`` with the unseen records that ``source`` names. Raises MpuError if they cannot be read, or if some of
     them are to be forgotten."""
     unseen = read_records(source, reading, observer=observer)
