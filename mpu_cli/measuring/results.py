@@ -170,7 +170,8 @@ def differences(results: Sequence[Evaluated]) -> list[str]:
         if path in OPTIONAL:
             distinct.discard(repr(None))
         if len(distinct) > 1:
-            named = "; ".join(f"{r.label}: {_short(value)}" for r, value in zip(documented, values, strict=True))
+            texts = [text if len(text) < 64 else f"{text[:12]}…" for text in map(str, values)]  # else a digest
+            named = "; ".join(f"{r.label}: {text}" for r, text in zip(documented, texts, strict=True))
             what = "retain logs" if path[0] == "retain_log" else " ".join(path).replace("_", " ")
             sentences.append(f"different {what} ({named})")
     return sentences
@@ -187,11 +188,6 @@ def _at(facts: Mapping[str, object], path: Sequence[str]) -> object:
     for name in path:
         value = value.get(name) if isinstance(value, Mapping) else None
     return value
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) < 64 else f"{text[:12]}…"  # a digest
 
 
 # The subject of a measurement, and the facts that its numbers depend on.

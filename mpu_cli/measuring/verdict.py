@@ -119,18 +119,21 @@ class Verdict:
     @property
     def sentence(self) -> str:
         """The verdict, for people."""
-        forgetting = {
-            True: "forgotten",
-            False: "too few records to say" if self.is_unsure else self._not_forgotten,
-            None: f"forgetting is undecided ({self._lacking_of_left})",
-        }[self.is_forgotten]
         if self.is_too_far:
             forgetting = "forgotten beyond what a stranger knows"
-        keeping = {
-            True: "the rest is kept",
-            False: "the rest is not kept",
-            None: f"keeping is undecided ({self._lacking_of_kept})",
-        }[self.is_kept]
+        elif self.is_forgotten is None:
+            forgetting = f"forgetting is undecided ({self._lacking_of_left})"
+        elif self.is_forgotten:
+            forgetting = "forgotten"
+        elif self.is_unsure:
+            forgetting = "too few records to say"
+        else:
+            in_the_mean = self.left is not None and self.left.estimate <= self.max_left
+            forgetting = "some records are not forgotten" if in_the_mean and self.stands_out else "not forgotten"
+        if self.is_kept is None:
+            keeping = f"keeping is undecided ({self._lacking_of_kept})"
+        else:
+            keeping = "the rest is kept" if self.is_kept else "the rest is not kept"
         if not self.same_reading_context:
             return f"undecided: {forgetting}, {keeping}, by a copy that reads records otherwise"
         decisions = (self.is_forgotten, self.is_kept)
@@ -138,11 +141,6 @@ class Verdict:
         if None in decisions and False not in decisions:
             verdict = "undecided"
         return f"{verdict}: {forgetting}, {keeping}"
-
-    @property
-    def _not_forgotten(self) -> str:
-        little_left = self.left is not None and self.left.estimate <= self.max_left
-        return "some records are not forgotten" if little_left and self.stands_out else "not forgotten"
 
     @property
     def _lacking_of_left(self) -> str:
