@@ -89,18 +89,21 @@ class Check(Command):
     def run(self, observer: Observer = SILENT) -> Checked:
         """Measure the copy on the records, and judge; write the receipt, if there is one."""
         from mpu_cli.files.sealing import opened_copy
-        from mpu_cli.measuring.receipt import as_text, check_limits
-        from mpu_cli.model.source import open_model
 
         if process_count() > 1:
             raise UsageError("check: does not work in several processes")
         if self.checking.forget is None:
             return self._with_noted(observer).run(observer)
         if self.receipt:
+            from mpu_cli.measuring.receipt import check_limits
+
             check_limits(self.checking.goal.max_left, self.checking.goal.min_kept)
         with Transaction(force=self.force) as transaction:
             written = transaction.add(self.receipt) if self.receipt else None  # fails before anything is read
-            sets = _sets(self.checking, observer)
+            sets = _sets(self.checking, observer)  # before the imports below, which take seconds
+            from mpu_cli.measuring.receipt import as_text
+            from mpu_cli.model.source import open_model
+
             if self.receipt and not self.outside_dp:
                 _check_unbounded(sets)
             with opened_copy(self.copy, self.identity, observer) as source:
@@ -287,13 +290,14 @@ def _sets(options: Checking, observer: Observer) -> RecordSets:
     from mpu_cli.records.forms import distinct, remarks_on_overlap
     from mpu_cli.records.read import read_records
     from mpu_cli.training.data import Dataset, with_unseen
-    from mpu_cli.training.stopping import hold_out
 
     goal, reading = options.goal, options.reading
     forget = read_records(options.forget or "", reading, observer=observer)
     retain = read_records(options.retain, reading, observer=observer) if options.retain else []
     for remark in remarks_on_overlap(forget, retain, "so what was forgotten of them counts as not kept"):
         observer.warn(remark)
+    from mpu_cli.training.stopping import hold_out
+
     data = hold_out(Dataset(forget, retain), goal.held_out)
     if goal.unseen:
         data = with_unseen(data, goal.unseen, reading, observer)

@@ -334,8 +334,11 @@ class Unlearn(Command):
         Trains until the goal is reached, unless a number of epochs or a privacy bound fixes the number of steps, or
         several processes share them.
         """
-        from mpu_cli.training.checks import check_logging, check_options, in_float32_if_private
         from mpu_cli.training.data import read_dataset, with_unseen
+
+        copies = [str(path) for path in paths_from(self.copies)]  # first: what writes them would find a closed pipe
+        data = read_dataset(self.unlearning, observer)  # before the imports below, which take seconds
+        from mpu_cli.training.checks import check_logging, check_options, in_float32_if_private
         from mpu_cli.training.requests import (
             default_requests_path,
             earlier_requests,
@@ -345,9 +348,7 @@ class Unlearn(Command):
         )
         from mpu_cli.training.stopping import StoppingRule, hold_out
 
-        copies = [str(path) for path in paths_from(self.copies)]  # first: what writes them would find a closed pipe
         options = in_float32_if_private(self.unlearning, observer)
-        data = read_dataset(options, observer)
         stopping_rule = None
         if options.epochs is None and not options.privacy.is_on and process_count() == 1:
             schedule = _round_schedule(self.round_schedule) if self.round_schedule else None

@@ -28,8 +28,9 @@ from mpu_cli.records.encode import EncodedSets, Encoding, Example, answer_tokens
 from mpu_cli.records.forms import Record
 from mpu_cli.training import lora
 from mpu_cli.training.checks import PRECISIONS, check_options, epochs_of
-from mpu_cli.training.data import Dataset, encoded_sets
+from mpu_cli.training.data import Dataset
 from mpu_cli.training.delta import change_of, delta_specs, stored_specs
+from mpu_cli.training.examples import encoded_sets
 from mpu_cli.training.execution import in_precision
 from mpu_cli.training.loop import schedule
 from mpu_cli.training.losses import Objective

@@ -25,7 +25,8 @@ from mpu_cli.options.unlearning import AUTO, Goal, Logging, Lora, Privacy, Recor
 from mpu_cli.plugins import extension
 from mpu_cli.records.encode import no_template
 from mpu_cli.records.forms import check_units, parse_date
-from mpu_cli.training.data import SETS_OF_OPTION, Dataset, sets_of
+from mpu_cli.training.data import SETS_OF_OPTION, Dataset
+from mpu_cli.training.examples import sets_of
 from mpu_cli.training.execution import check_compiler
 from mpu_cli.training.losses import Objective, algorithm_named, objective_of
 from mpu_cli.training.optimizers import OPTIMIZERS

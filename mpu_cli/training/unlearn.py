@@ -57,8 +57,9 @@ from mpu_cli.training.checks import (
     without_numbers,
 )
 from mpu_cli.training.copycheck import against_others, against_public, refuse, traps
-from mpu_cli.training.data import Dataset, encoded_sets, record_tags, records_digest
+from mpu_cli.training.data import Dataset, record_tags, records_digest
 from mpu_cli.training.delta import change_of, stored_specs, training_tag, write_changes
+from mpu_cli.training.examples import encoded_sets
 from mpu_cli.training.execution import Checkpoints, computing_in, from_first, in_precision, step_of
 from mpu_cli.training.ledger import (
     LedgerEntry,

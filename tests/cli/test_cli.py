@@ -104,14 +104,16 @@ def test_a_checkpoint_file_and_npo(workplace, demo, shell):
     assert AutoModelForCausalLM.from_pretrained(workplace / "unlearned").dtype == torch.float32
 
 
-def loading_of(modules, arguments, cwd=None):
+def loading_of(modules, arguments, cwd=None, status=0):
     """What a command writes to standard error in a process of its own, and last which of ``modules`` it loaded."""
     program = (
         "import sys\nfrom mpu_cli.cli.main import main\ntry: main()\n"
         f"finally: print(sys.modules.keys() & {modules}, file=sys.stderr)"
     )
     command = [sys.executable, "-c", program, *arguments.split()]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=True).stderr.splitlines()
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    assert done.returncode == status, done.stderr
+    return done.stderr.splitlines()
 
 
 def test_help_loads_neither_torch_nor_transformers():
@@ -127,6 +129,15 @@ def test_what_reads_no_model_loads_no_transformers(tmp_path: Path) -> None:
     assert loading_of({"transformers", "accelerate"}, "inspect ledger.jsonl", cwd=tmp_path)[-1] == "set()"
     imports = "import sys, mpu_cli.measuring.receipt, mpu_cli.training.ledger\nassert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", imports], check=True)
+
+
+@pytest.mark.parametrize("command", ["unlearn copy_1", "check copy_1"])
+def test_a_mistake_in_records_is_reported_before_torch_is_loaded(tmp_path: Path, command: str) -> None:
+    (tmp_path / "forget.jsonl").write_text("{")
+    line = f"{command} --forget forget.jsonl"
+    error, *_, loaded = loading_of({"torch", "transformers"}, line, cwd=tmp_path, status=1)
+    assert "forget.jsonl, line 1: not JSON" in error
+    assert loaded == "set()"
 
 
 @pytest.mark.slow

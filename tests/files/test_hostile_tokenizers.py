@@ -25,7 +25,8 @@ from mpu_cli.options.declare import from_flat
 from mpu_cli.options.unlearning import Unlearning
 from mpu_cli.records import forms
 from mpu_cli.records.read import read_records
-from mpu_cli.training.data import Dataset, encoded_sets
+from mpu_cli.training.data import Dataset
+from mpu_cli.training.examples import encoded_sets
 from tests.helpers.attacks import edit, publish_copies, publish_copy, unlearn_copy
 from tests.helpers.models import DemoModel, load, random_model, save
 

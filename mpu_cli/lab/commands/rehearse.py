@@ -172,7 +172,7 @@ def _try_steps(base: Model, updated: Model, keys: Keys, plan: UnlearnPlan, obser
 
     from mpu_cli.model.load import load
     from mpu_cli.protocol.step import steps_between
-    from mpu_cli.training.data import encoded_sets
+    from mpu_cli.training.examples import encoded_sets
     from mpu_cli.training.rates import scored_at_once
     from mpu_cli.training.stopping import Scorer
     from mpu_cli.training.unlearn import probabilities_under
