@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import logging
 import os
@@ -209,20 +208,23 @@ def join_repeated_options(arguments: list[str]) -> list[str]:
     """``arguments`` with repeated options joined into one: records as lines, options of several parts with AGAIN
     between them. Of other options the last one counts, but nobody would notice records that were named and not read."""
     command = named_command(arguments)
-    repeated = [*REPEATED, *(fold.flag for fold in folds_of(declared_options(command) if command else {}))]
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in repeated:
-        parser.add_argument(flag, action="append", dest=flag)
-    try:
-        parsed, remaining = parser.parse_known_args(arguments)
-    except argparse.ArgumentError:
-        return arguments  # an option lacks its value, which typer says better
-    joined = []
-    for flag, values in vars(parsed).items():
-        if values:
-            joined += [flag, ("\n" if flag in REPEATED else AGAIN).join(values)]
-    end = remaining.index("--") if "--" in remaining else len(remaining)
-    return [*remaining[:end], *joined, *remaining[end:]]
+    repeated = {*REPEATED, *(fold.flag for fold in folds_of(declared_options(command) if command else {}))}
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    remaining: list[str] = []
+    sources: dict[str, list[str]] = {}
+    waiting = iter(arguments[:end])
+    for argument in waiting:
+        flag, equals, value = argument.partition("=")
+        if flag not in repeated:
+            remaining.append(argument)
+            continue
+        source = value if equals else next(waiting, None)
+        if source is None:
+            return arguments  # the option lacks its value, which typer says better
+        sources.setdefault(flag, []).append(source)
+    for flag, names in sources.items():
+        remaining += [flag, ("\n" if flag in REPEATED else AGAIN).join(names)]
+    return [*remaining, *arguments[end:]]
 
 
 def _fail(text: str, debug: bool, hint: str | None = None) -> None:
