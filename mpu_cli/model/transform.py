@@ -7,12 +7,12 @@ them back. A vector is treated as a matrix with one column.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import torch
 
-from mpu_cli.files.randomness import Stream
+from mpu_cli.files.randomness import Randomness, Stream
 from mpu_cli.model.family import Symmetry
 from mpu_cli.model.layout import Layout, TensorLayout, axis_length
 from mpu_cli.model.sampling import AxisMap, Maps, in_blocks, joined_axis_map, map_columns, sample, turn_rows
@@ -92,6 +92,13 @@ class TensorMap:
         columns = self._columns_of(start)
         return x if columns is None else map_columns(x, columns)
 
+    def whole(self, matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """A base's whole tensor, (rows, columns), in the copy's coordinates and order."""
+        target = torch.empty(matrix.shape, dtype=dtype)
+        for start, stop in row_slices([self], *matrix.shape):
+            self.put(target, self.forward(matrix[start:stop].to(dtype), start), start)
+        return target
+
     def put(self, target: torch.Tensor, x: torch.Tensor, start: int) -> None:
         """Write the result of ``forward`` to its rows in the copy's full tensor."""
         if self._places is None:
@@ -124,20 +131,26 @@ def _is_of_words(matrix: torch.Tensor) -> bool:
 
 
 class Transform:
-    """One secret T.
-
-    ``symmetries(layer)`` are those of a layer, or of the whole model (None); ``draws(symmetry, layer)`` is a symmetry's
-    source of randomness, with layer −1 for the whole model.
-    """
+    """One secret T: of the set ``symmetries`` or, of that, the symmetry ``only``, for a copy of a round."""
 
     def __init__(
         self,
         layout: Layout,
-        symmetries: Callable[[int | None], Iterable[Symmetry]],
-        draws: Callable[[str, int], Stream],
+        symmetries: str,
+        randomness: Randomness,
+        round_: int = 1,
+        copy: int = 1,
+        only: str | None = None,
     ):
         self._layout = layout
-        self._shared = sample(symmetries(None), layout.sizes, lambda name: draws(name, -1))
+
+        def chosen(layer: int | None) -> list[Symmetry]:
+            return [symmetry for symmetry in layout.symmetries(symmetries, layer) if only in (None, symmetry.name)]
+
+        def draws(name: str, layer: int) -> Stream:
+            return randomness.stream("symmetry", round_, copy, name, layer)
+
+        self._shared = sample(chosen(None), layout.sizes, lambda name: draws(name, -1))  # of no layer
 
         @lru_cache(maxsize=2)  # tensors come layer by layer; holding every layer's matrices would grow with the model
         def layer_maps(layer: int) -> Maps:
@@ -147,7 +160,7 @@ class Transform:
                 shared_layer = structure.reads if name in structure.shared_symmetries else None
                 return draws(name, layer if shared_layer is None else shared_layer)
 
-            return sample(symmetries(layer), layout.sizes_of(layer), source)
+            return sample(chosen(layer), layout.sizes_of(layer), source)
 
         self._layer_maps = layer_maps
 

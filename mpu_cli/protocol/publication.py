@@ -14,7 +14,7 @@ import torch
 
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.manifest import CopyManifest
-from mpu_cli.files.randomness import Randomness, Stream, new_seed, seed_from_number
+from mpu_cli.files.randomness import Randomness, new_seed, seed_from_number
 from mpu_cli.files.reader import OPTION, TensorInfo
 from mpu_cli.files.sealing import default_identity_path, own_secret
 from mpu_cli.model.layout import Layout, pieces_of
@@ -120,11 +120,7 @@ class Publication:
 
     def transform(self, copy: int, layout: Layout) -> Transform:
         """T_k of copy ``copy``, counted from 1, for a copy with this ``layout``."""
-
-        def draws(symmetry: str, layer: int) -> Stream:
-            return self.randomness.stream("symmetry", self.round, copy, symmetry, layer)
-
-        return Transform(layout, lambda layer: layout.symmetries(self.symmetries, layer), draws)
+        return Transform(layout, self.symmetries, self.randomness, self.round, copy)
 
     def noise(self, copies: Sequence[int], full_name: Callable[[str], str]) -> Noise:
         """The noise of ``copies``, counted from 1; ``full_name``: that of the base's layout."""

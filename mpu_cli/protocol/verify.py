@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -16,7 +15,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.files.boundary import private_scratch
 from mpu_cli.files.folder import left_out
 from mpu_cli.files.manifest import read_copy_manifest
-from mpu_cli.files.randomness import Randomness, Stream
+from mpu_cli.files.randomness import Randomness
 from mpu_cli.files.reader import (
     NAME,
     WEIGHTS_NAME,
@@ -27,13 +26,12 @@ from mpu_cli.files.reader import (
     quoted_list,
     worker_pool,
 )
-from mpu_cli.model.family import SETS, UNION, Symmetry
+from mpu_cli.model.family import SETS, UNION
 from mpu_cli.model.layout import Layout, TensorLayout, layout_of
 from mpu_cli.model.source import Model
 from mpu_cli.model.transform import TensorMap, Transform, as_matrix, row_slices
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.protocol.keys import Keys
-from mpu_cli.protocol.noise import Noise
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -97,186 +95,166 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
     layout = base.layout
     if [t.name for t in layout.parameters] != [t.name for t in copy.layout.parameters]:
         raise MpuError(f"{copy.source}: tensors differ from {base.source}")
-    regenerated = _RegeneratedCopy(
-        base=base.checkpoint,
-        copy=copy.checkpoint,
-        keys=keys,
-        noise=keys.publication.noise([manifest.copy], layout.full_name),
-        transform=keys.publication.transform(manifest.copy, layout),
-        number=manifest.copy,
-    )
-    network = _Network(base, layout) if logits else None
+    network = None
+    if logits:
+        from mpu_cli.model.network import build, config_of
+
+        network = _Network(build(config_of(base.config), dtype=torch.float32), layout)
+    comparison = _Comparison(base, copy.checkpoint, keys, manifest.copy, network)
     observer.stage("verify", base.checkpoint.nbytes)
     blocks = []
     with worker_pool() as pool:
         for block, tensors in layout.blocks.items():
             if not tensors[0].constant:
-                checks = list(pool.map(partial(regenerated.check, network), tensors))
-                blocks.append(regenerated.summary(block, checks))
+                blocks.append(comparison.block(block, list(pool.map(comparison.tensor, tensors))))
             elif network:  # constants that the coordinates of the copy reorder
-                reordered = [tensor for tensor in tensors if any(tensor.axes)]
-                list(pool.map(partial(regenerated.check, network), reordered))
+                list(pool.map(comparison.tensor, [tensor for tensor in tensors if any(tensor.axes)]))
             observer.advance(sum(base.checkpoint.tensors[t.name].nbytes for t in tensors))
-        function, stored = _logits_differences(copy, layout, regenerated, network, pool) if network else (None, None)
+        function, stored = comparison.logits(network, pool) if network else (None, None)
     return Verification(manifest.copy, blocks, function, stored)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Slice:
-    """Some rows of one tensor: base, noise, and the copy as stored, regenerated and (on request) undone."""
+    """Some rows of one tensor: base, noise, and the copy as stored and regenerated."""
 
     start: int
     base: torch.Tensor
     noise: torch.Tensor
     stored: torch.Tensor
     regenerated: torch.Tensor
-    mapping: TensorMap
 
 
-@dataclass(kw_only=True)
-class _RegeneratedCopy:
-    """One copy, regenerated from the base and the keys, slice by slice."""
+class _Numbers(NamedTuple):
+    """The numbers of ``BlockCheck`` for one slice of ``weights``; ``survived``: its sum of squares."""
 
-    base: Checkpoint
-    copy: Checkpoint
-    keys: Keys
-    noise: Noise
-    transform: Transform
-    number: int
+    survived: float
+    difference: float
+    changed: int
+    weights: int
+    rounding: bool
 
-    def slices(self, tensor: TensorLayout) -> Iterator[_Slice]:
-        name = self.transform.name(tensor)
-        clean, published = as_matrix(self.base.tensor(tensor.name)), as_matrix(self.copy.tensor(name))
+
+class _Comparison:
+    """One copy, beside the same one regenerated from the base and the keys, slice by slice. ``network``, if there is
+    one, gets the regenerated weights."""
+
+    def __init__(self, base: Model, copy: Checkpoint, keys: Keys, number: int, network: _Network | None):
+        self._base, self._copy, self._keys, self._network = base.checkpoint, copy, keys, network
+        self._layout, self._scale = base.layout, keys.publication.scheme.scales[number - 1]
+        self._noise = keys.publication.noise([number], self._layout.full_name)
+        self._transform = keys.publication.transform(number, self._layout)
+
+    def _slices(self, tensor: TensorLayout) -> Iterator[_Slice]:
+        name, mapping = self._transform.name(tensor), self._transform.of(tensor)
+        clean, published = as_matrix(self._base.tensor(tensor.name)), as_matrix(self._copy.tensor(name))
         if clean.shape != published.shape:
-            raise MpuError(f"{self.copy.path}: shape of {tensor.name!r} differs from the base")
+            raise MpuError(f"{self._copy.path}: shape of {tensor.name!r} differs from the base")
         dtype = torch.float64  # that publish computed in
-        if not self.keys.publication.calibration:
+        if not self._keys.publication.calibration:
             dtype = compute_dtype(NAME[clean.dtype], NAME[published.dtype])
-        scales = self.keys.scales(tensor.block)
-        subkeys = self.noise.subkeys(tensor.name, scales)
-        mapping = self.transform.of(tensor)
+        scales = self._keys.scales(tensor.block)
+        subkeys = self._noise.subkeys(tensor.name, scales)
         columns = clean.shape[1]
         for start, stop in row_slices([mapping], *clean.shape):
             weights = clean[start:stop].to(dtype)
             noise, noisy = torch.zeros_like(weights), weights
             if subkeys:
-                draws = self.noise.draws(subkeys, start * columns, stop * columns, dtype)
-                [noise] = self.noise.of_copies(draws, scales)
-                [noisy] = self.noise.of_copies(draws, scales, onto=weights.view(-1))
+                draws = self._noise.draws(subkeys, start * columns, stop * columns, dtype)
+                [noise] = self._noise.of_copies(draws, scales)
+                [noisy] = self._noise.of_copies(draws, scales, onto=weights.view(-1))
                 noise, noisy = noise.view_as(weights), noisy.view_as(weights)
-            stored = mapping.take(published, start, stop)
-            regenerated = mapping.forward(noisy, start)
-            yield _Slice(
-                start=start, base=weights, noise=noise, stored=stored, regenerated=regenerated, mapping=mapping
-            )
+            stored, regenerated = mapping.take(published, start, stop), mapping.forward(noisy, start)
+            yield _Slice(start=start, base=weights, noise=noise, stored=stored, regenerated=regenerated)
 
-    def check(self, network: _Network | None, tensor: TensorLayout) -> _TensorCheck:
-        """One tensor of the copy, undone and regenerated; ``network`` gets it as it was before storage."""
-        result, mapping = _TensorCheck(), self.transform.of(tensor)
-        target = torch.empty(as_matrix(self.base.tensor(tensor.name)).shape if network else 0)
-        for part in self.slices(tensor):
-            if network:
+    def tensor(self, tensor: TensorLayout) -> list[_Numbers]:
+        """The numbers of each slice of a tensor, none for constants; its regenerated weights go to the network."""
+        mapping, numbers = self._transform.of(tensor), []
+        target = torch.empty(as_matrix(self._base.tensor(tensor.name)).shape if self._network else 0)
+        for part in self._slices(tensor):
+            if self._network:
                 mapping.put(target, part.regenerated.float(), part.start)
             if not tensor.constant:
-                result.add(part)
-        if network:
-            network.fill(self.transform.name(tensor), target)
-        return result
+                numbers.append(_numbers(part, mapping))
+        if self._network:
+            self._network.fill(self._transform.name(tensor), target)
+        return numbers
 
-    def summary(self, block: str, parts: Sequence[_TensorCheck]) -> BlockCheck:
-        count = sum(part.count for part in parts)
+    def block(self, block: str, by_tensor: Sequence[Sequence[_Numbers]]) -> BlockCheck:
+        numbers = [part for parts in by_tensor for part in parts]
+        count = sum(part.weights for part in numbers)
         return BlockCheck(
             block=block,
-            requested=self.keys.scales(block).of_copy(self.keys.publication.scheme.scales[self.number - 1]),
-            survived=math.sqrt(math.fsum(part.survived for part in parts) / count),
-            difference=max(part.difference for part in parts),
-            changed=sum(part.changed for part in parts) / count,
-            rounding=all(part.rounding for part in parts),
+            requested=self._keys.scales(block).of_copy(self._scale),
+            survived=math.sqrt(math.fsum(part.survived for part in numbers) / count),
+            difference=max(part.difference for part in numbers),
+            changed=sum(part.changed for part in numbers) / count,
+            rounding=all(part.rounding for part in numbers),
         )
 
+    def logits(self, network: _Network, pool: Executor) -> tuple[float, float]:
+        """Largest logit differences from base plus noise: of T(base + noise), which ``network`` has, and of the
+        copy."""
+        filled = [tensor for tensor in self._layout.tensors.values() if any(tensor.axes) or not tensor.constant]
 
-@dataclass
-class _TensorCheck:
-    """The ``BlockCheck`` of one tensor: sums over its ``count`` weights."""
+        def fill_noisy(tensor: TensorLayout) -> None:
+            network.fill(tensor.name, torch.cat([(part.base + part.noise).float() for part in self._slices(tensor)]))
 
-    survived: float = 0.0
-    difference: float = 0.0
-    changed: int = 0
-    count: int = 0
-    rounding: bool = True
+        def fill_stored(tensor: TensorLayout) -> None:
+            network.fill(tensor.name, self._copy.tensor(tensor.name).float())
 
-    def add(self, part: _Slice) -> None:
-        clean, undone = part.base.double(), part.mapping.backward(part.stored.double(), part.start)
-        off = (undone - (clean + part.noise)).abs().max()
-        self.difference = max(self.difference, float(off.nan_to_num(torch.inf)))
-        self.survived += float((undone - clean).square().sum())
-        self.count += clean.numel()
-        expected = part.regenerated.to(part.stored.dtype)
-        self.changed += int((part.stored != expected).sum())
-        apart = (part.stored.double() - expected.double()).abs()
-        eps = torch.finfo(part.stored.dtype).eps
-        allowed = 2 * eps * expected.double().abs() + 1e-6 * float(expected.double().abs().max())
-        self.rounding &= bool((apart <= allowed).all())  # false for NaN too
+        transformed = network.logits()
+        list(pool.map(fill_noisy, filled))
+        expected = network.logits()
+        list(pool.map(fill_stored, filled))
+        return relative_difference(transformed, expected), relative_difference(network.logits(), expected)
 
 
-def _random_tokens(layout: Layout) -> torch.Tensor:
-    """Tokens on which logits are compared, int64 (batch, length), the same each time."""
-    rows, length = TOKENS[0], min(TOKENS[1], layout.sizes.get("position", TOKENS[1]))
-    return torch.randint(layout.sizes["vocab"], (rows, length), generator=torch.Generator().manual_seed(0))
+def _numbers(part: _Slice, mapping: TensorMap) -> _Numbers:
+    clean, undone = part.base.double(), mapping.backward(part.stored.double(), part.start)
+    expected = part.regenerated.to(part.stored.dtype)
+    sizes, off = expected.double().abs(), (part.stored.double() - expected.double()).abs()
+    allowed = 2 * torch.finfo(part.stored.dtype).eps * sizes + 1e-6 * float(sizes.max())
+    return _Numbers(
+        survived=float((undone - clean).square().sum()),
+        difference=float((undone - (clean + part.noise)).abs().max().nan_to_num(torch.inf)),
+        changed=int((part.stored != expected).sum()),
+        weights=clean.numel(),
+        rounding=bool((off <= allowed).all()),  # false for NaN too
+    )
+
+
+def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((logits - expected).abs().max()) / float(expected.abs().max())
 
 
 class _Network:
-    """The base's network, built once, whose weights are replaced for each comparison."""
+    """A network whose weights are replaced for each comparison, and its logits of the same random tokens."""
 
-    def __init__(self, model: Model, layout: Layout):
-        from mpu_cli.model.network import build, config_of
+    def __init__(self, network: PreTrainedModel, layout: Layout):
         from mpu_cli.model.tensors import in_memory
 
-        self._network = build(config_of(model.config), dtype=torch.float32).eval()
-        self._places = in_memory(self._network, layout.tensors)
-        self._tokens = _random_tokens(layout)
+        self._network = network.eval()
+        self._views = in_memory(network, layout.tensors)
+        rows, length = TOKENS[0], min(TOKENS[1], layout.sizes.get("position", TOKENS[1]))
+        random = torch.Generator().manual_seed(0)
+        self._tokens = torch.randint(layout.sizes["vocab"], (rows, length), generator=random)
         self._threads = torch.get_num_threads()
 
     @torch.no_grad()
     def fill(self, name: str, values: torch.Tensor) -> None:
-        target = self._places[name]
-        target.copy_(values.view(target.shape))
+        view = self._views[name]
+        view.copy_(values.view(view.shape))
 
     @torch.no_grad()
     def logits(self) -> torch.Tensor:
-        """The logits of random tokens, (batch, length, vocabulary); on all cores, even while a pool of workers has
-        them."""
+        """(batch, length, vocabulary); computed on all cores, even while a pool of workers has them."""
         before = torch.get_num_threads()
         torch.set_num_threads(self._threads)
         try:
             return self._network(self._tokens).logits  # type: ignore[no-any-return]
         finally:
             torch.set_num_threads(before)
-
-
-def _logits_differences(
-    copy: Model, layout: Layout, regenerated: _RegeneratedCopy, network: _Network, pool: Executor
-) -> tuple[float, float]:
-    """Largest logit differences from base plus noise: of T(base + noise), which ``network`` has, and of the copy."""
-    filled = [tensor for tensor in layout.tensors.values() if any(tensor.axes) or not tensor.constant]
-
-    def fill_noisy(tensor: TensorLayout) -> None:
-        slices = [(part.base + part.noise).float() for part in regenerated.slices(tensor)]
-        network.fill(tensor.name, torch.cat(slices))
-
-    def fill_stored(tensor: TensorLayout) -> None:
-        network.fill(tensor.name, copy.checkpoint.tensor(tensor.name).float())
-
-    transformed = network.logits()
-    list(pool.map(fill_noisy, filled))
-    expected = network.logits()
-    list(pool.map(fill_stored, filled))
-    largest = float(expected.abs().max())
-
-    def difference(logits: torch.Tensor) -> float:
-        return float((logits - expected).abs().max()) / largest
-
-    return difference(transformed), difference(network.logits())
 
 
 # Whether a family's table holds for a checkpoint: each of its symmetries, alone and together, on the real weights.
@@ -319,7 +297,7 @@ class FamilyCheck:
 
 def unmoved_tensor_names(layout: Layout, symmetries: str) -> list[str]:
     """The tensors that no symmetry of the set moves."""
-    transform = _transform(layout, symmetries, None, Randomness(bytes(32)))
+    transform = Transform(layout, symmetries, Randomness(bytes(32)))
     return [tensor.name for tensor in layout.parameters if not transform.of(tensor).moves]
 
 
@@ -358,7 +336,6 @@ def check_family(model: Model, observer: Observer = SILENT) -> FamilyCheck:
     # Importing transformers takes seconds; publishing, which uses ``unmoved``, does without.
     from mpu_cli.model.load import load
     from mpu_cli.model.staging import fields_of
-    from mpu_cli.model.tensors import in_memory
 
     full_layout = model.layout
     if lost := left_out(model.config, fields_of(model.config)):
@@ -372,18 +349,14 @@ def check_family(model: Model, observer: Observer = SILENT) -> FamilyCheck:
         differences: dict[tuple[str, str], dict[torch.dtype, float]] = {case: {} for case in cases}
         observer.stage("check", len(cases) * len(MAX_LOGIT_DIFFERENCE), "checks")
         for dtype in MAX_LOGIT_DIFFERENCE:
-            network, _ = load(small, dtype, "cpu")
-            views = in_memory(network.eval(), layout.tensors)
-            expected = _logits(network, layout)
-            largest = float(expected.abs().max())
+            network = _Network(load(small, dtype, "cpu")[0], layout)
+            expected = network.logits()
             moved: set[str] = set()  # by the case before
             for number, (set_name, symmetry) in enumerate(cases):
                 only = None if symmetry == TOGETHER else symmetry
-                transform = _transform(layout, set_name, only, Randomness(number.to_bytes(32, "big")))
-                moved = _apply(small, layout, transform, views, moved)
-                differences[set_name, symmetry][dtype] = (
-                    float((_logits(network, layout) - expected).abs().max()) / largest
-                )
+                transform = Transform(layout, set_name, Randomness(number.to_bytes(32, "big")), only=only)
+                moved = _apply(small, transform, network, dtype, moved)
+                differences[set_name, symmetry][dtype] = relative_difference(network.logits(), expected)
                 observer.advance(1, f"{set_name}: {symmetry}")
         checked_sets = {set_name for set_name, _ in cases}
         returned = {name: _round_trip_error(layout, small, name) for name in SETS if name in checked_sets}
@@ -439,18 +412,16 @@ def _cut(config: Mapping[str, Any], layers: int, count: int) -> dict[str, object
 
 def _round_trip_error(layout: Layout, model: Model, set_name: str) -> float:
     """The largest error of a random change that went through T and back, relative, over all tensors."""
-    transform = _transform(layout, set_name, None, Randomness(bytes(32)))
+    transform = Transform(layout, set_name, Randomness(bytes(32)))
     draw, worst = torch.Generator().manual_seed(0), 0.0
     for tensor in layout.parameters:
         mapping = transform.of(tensor)
         if not mapping.moves:
             continue
         weights = as_matrix(model.checkpoint.tensor(tensor.name))
-        change, copy = torch.randn(weights.shape, generator=draw), torch.empty(weights.shape)
-        slices = row_slices([mapping], *weights.shape)
-        for start, stop in slices:
-            mapping.put(copy, mapping.forward(change[start:stop], start), start)
-        for start, stop in slices:
+        change = torch.randn(weights.shape, generator=draw)
+        copy = mapping.whole(change, change.dtype)
+        for start, stop in row_slices([mapping], *weights.shape):
             back = mapping.backward(mapping.take(copy, start, stop), start)
             worst = max(worst, float((back - change[start:stop]).abs().max()))
     return worst
@@ -468,35 +439,13 @@ def _cases(layout: Layout) -> Iterator[tuple[str, str]]:
             yield set_name, TOGETHER
 
 
-def _transform(layout: Layout, set_name: str, only: str | None, randomness: Randomness) -> Transform:
-    def symmetries(layer: int | None) -> Iterable[Symmetry]:
-        return [s for s in layout.symmetries(set_name, layer) if only in (None, s.name)]
-
-    def draws(symmetry: str, layer: int) -> Stream:
-        return randomness.stream("symmetry", 1, 1, symmetry, layer)
-
-    return Transform(layout, symmetries, draws)
-
-
-@torch.no_grad()
-def _apply(
-    model: Model, layout: Layout, transform: Transform, views: dict[str, torch.Tensor], before: set[str]
-) -> set[str]:
-    """Put T of the model's weights into ``views``, of which those in ``before`` differ from the model's; returns those
-    that differ afterwards."""
-    moves = {t.name for t in layout.tensors.values() if transform.of(t).moves or transform.name(t) != t.name}
-    for tensor in layout.tensors.values():
-        if not any(tensor.axes) or tensor.name not in moves | before:
-            continue
-        mapping, view = transform.of(tensor), views[transform.name(tensor)]
-        weights = as_matrix(model.checkpoint.tensor(tensor.name))
-        target = torch.empty(weights.shape, dtype=view.dtype)
-        for start, stop in row_slices([mapping], *weights.shape):
-            mapping.put(target, mapping.forward(weights[start:stop].to(view.dtype), start), start)
-        view.copy_(target.view(view.shape))
-    return moves
-
-
-@torch.no_grad()
-def _logits(network: PreTrainedModel, layout: Layout) -> torch.Tensor:
-    return network(_random_tokens(layout)).logits
+def _apply(model: Model, transform: Transform, network: _Network, dtype: torch.dtype, before: set[str]) -> set[str]:
+    """Put T of the model's weights into ``network``, of which those in ``before`` differ from the model's; those that
+    differ afterwards."""
+    tensors = [tensor for tensor in model.layout.tensors.values() if any(tensor.axes)]
+    moved = {tensor.name for tensor in tensors if transform.of(tensor).moves or transform.name(tensor) != tensor.name}
+    for tensor in tensors:
+        if tensor.name in moved | before:
+            weights = as_matrix(model.checkpoint.tensor(tensor.name))
+            network.fill(transform.name(tensor), transform.of(tensor).whole(weights, dtype))
+    return moved

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from mpu_cli.files.folder import left_out
-from mpu_cli.files.randomness import Randomness, Stream
+from mpu_cli.files.randomness import Randomness
 from mpu_cli.model import transform as transform_module
 from mpu_cli.model.families import FAMILIES
 from mpu_cli.model.family import LAYER_AXES
@@ -327,11 +327,8 @@ def test_slices_do_not_show(tmp_path: Path, family: str, monkeypatch: pytest.Mon
     """A stack of experts is worked on in slices of any size."""
     base, layout = open_with_layout(save_random(family, tmp_path / "base"))
 
-    def draws(symmetry: str, layer: int) -> Stream:
-        return Randomness(bytes(32)).stream("symmetry", 1, 1, symmetry, layer)
-
     def apply_transform() -> dict[str, torch.Tensor]:
-        transform = Transform(layout, lambda layer: layout.symmetries("all", layer), draws)
+        transform = Transform(layout, "all", Randomness(bytes(32)))
         transformed = {}
         for tensor in layout.tensors.values():
             mapping, x = transform.of(tensor), as_matrix(base.checkpoint.tensor(tensor.name))
