@@ -258,7 +258,7 @@ _LENGTHS = (
     | {f"|{axis}|": axis for axis in LATENTS}
     | {"expert": "experts", "head": "heads", "|head|": "head_dim"}
 )
-_QUERY_HEADS, _KV_HEADS = ("query", "mixed", "|query|", "|mixed|"), ("key", "value", "|key|")
+QUERY_HEADS, KV_HEADS = ("query", "mixed", "|query|", "|mixed|"), ("key", "value", "|key|")
 
 
 @dataclass(frozen=True)
@@ -465,9 +465,9 @@ def _check_names(
 
 def axis_length(sizes: Mapping[str, int], axis: str) -> int:
     """The number of coordinates of ``axis``."""
-    if axis in _QUERY_HEADS:
+    if axis in QUERY_HEADS:
         return sizes["heads"] * sizes["head_dim"]
-    if axis in _KV_HEADS:
+    if axis in KV_HEADS:
         return sizes["kv_heads"] * sizes["head_dim"]
     return sizes[_LENGTHS.get(axis, axis)]
 

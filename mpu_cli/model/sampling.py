@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,7 +22,7 @@ from mpu_cli.model.family import (
     Rotation,
     Symmetry,
 )
-from mpu_cli.model.layout import axis_length
+from mpu_cli.model.layout import KV_HEADS, QUERY_HEADS, axis_length
 
 # The effect of a transform on one axis of a tensor: rotate heads or flip signs, then reorder the coordinates.
 
@@ -171,142 +171,117 @@ def sample(symmetries: Iterable[Symmetry], sizes: Mapping[str, int], draws: Call
 
     ``draws(name)`` is the source for the symmetry of that name.
     """
-    sampler = _Sampler(sizes)
+    maps: dict[str, AxisMap | tuple[AxisMap, ...]] = {}
     for symmetry in symmetries:
-        sampler.draw(symmetry, draws(symmetry.name))
-    return sampler.maps()
-
-
-class _Sampler:
-    """The effect on each axis of the symmetries that were drawn: an order, a rotation of each head, signs."""
-
-    def __init__(self, sizes: Mapping[str, int]):
-        self._sizes = sizes
-        self._orders: dict[str, torch.Tensor] = {}
-        self._rotations: dict[str, torch.Tensor] = {}
-        self._signs: dict[str, torch.Tensor] = {}
-        self._heads: dict[str, torch.Tensor] = {}  # the order of whole heads
-        self._inside_experts: dict[str, tuple[AxisMap, ...]] = {}
-        self._complete_maps: dict[str, AxisMap] = {}  # what is drawn at once
-
-    def maps(self) -> Maps:
-        """One map for each axis that changes."""
-        orders, d = dict(self._orders), self._sizes["head_dim"]
-        for head_axis, order in self._heads.items():
-            moved = whole_heads(order, d)
-            axes = (head_axis, OF_AXIS[head_axis]) if head_axis in OF_AXIS else (head_axis,)
-            for axis in axes:
-                orders[axis] = orders[axis][moved] if axis in orders else moved
-        if "query" in self._heads:
-            orders["head"] = self._heads["query"]
-        maps: dict[str, AxisMap | tuple[AxisMap, ...]] = {**self._inside_experts, **self._complete_maps}
-        for axis in orders.keys() | self._rotations.keys():
-            order = orders.get(axis, torch.arange(self._length(axis)))
-            maps[axis] = AxisMap(order, self._rotations.get(axis), self._signs.get(axis))
-        return maps
-
-    def draw(self, symmetry: Symmetry, source: Stream) -> None:
-        """Draw ``symmetry``, and keep what it does to its axes."""
-        heads, kv_heads, d = self._sizes["heads"], self._sizes["kv_heads"], self._sizes["head_dim"]
+        source = draws(symmetry.name)
         match symmetry:
             case Permutation(per_expert=True):
-                n = self._length(symmetry.axes[0])
-                self._inside_experts |= _inside_experts(symmetry, source, n, self._sizes["experts"])
+                drawn = [_permutation(symmetry, source, sizes) for _ in range(sizes["experts"])]
+                maps |= {axis: tuple(of_expert[axis] for of_expert in drawn) for axis in symmetry.axes}
             case Permutation():
-                n = self._length(symmetry.axes[0])
-                self._orders |= dict.fromkeys(symmetry.axes, source.permutation(n))
-                if symmetry.signed:
-                    self._signs |= dict.fromkeys(symmetry.signed, _signs(source, n))
+                maps |= _permutation(symmetry, source, sizes)
             case Rotation():
-                matrices = _rotations(source, kv_heads, d, symmetry)
+                matrices = _rotations(source, sizes["kv_heads"], sizes["head_dim"], symmetry)
                 for axis in symmetry.axes:
-                    self._rotations[axis] = matrices.repeat_interleave(self._per_kv_head(axis), dim=0)
+                    rotation = matrices.repeat_interleave(_per_kv_head(axis, sizes), dim=0)
+                    maps[axis] = AxisMap(torch.arange(axis_length(sizes, axis)), rotation)
             case QuarterTurns():
-                within, changed = _quarter_turns(source, kv_heads, d, symmetry)
-                for axis in symmetry.axes:
-                    inside = within.repeat_interleave(self._per_kv_head(axis), dim=0)
-                    self._orders[axis] = (inside + d * torch.arange(len(inside))[:, None]).flatten()
-                    self._signs[axis] = changed.repeat_interleave(self._per_kv_head(axis), dim=0).flatten()
-                if symmetry.norm == "shared":
-                    self._orders[OF_HEAD] = within[0]
-                if "mixed" in symmetry.axes:
-                    self._orders[OF_MIXED] = self._orders["mixed"]
-                if symmetry.norm == "whole":
-                    self._orders |= {OF_QUERIES: self._orders["query"], OF_KEYS: self._orders["key"]}
+                maps |= _turned_heads(symmetry, source, sizes)
             case HeadPermutation():
-                kv_order = source.permutation(kv_heads)
-                query_order = _within_groups(source, kv_order, heads // kv_heads)
-                self._heads |= {"query": query_order, "mixed": query_order, "key": kv_order, "value": kv_order}
+                kv_order = source.permutation(sizes["kv_heads"])
+                query_order = _within_groups(source, kv_order, sizes["heads"] // sizes["kv_heads"])
+                maps["head"] = AxisMap(query_order)
+                for axes, order in ((QUERY_HEADS, query_order), (KV_HEADS, kv_order)):
+                    moved = whole_heads(order, sizes["head_dim"])
+                    for axis in axes:  # which may have a map of each head, from before
+                        before = maps.get(axis)
+                        in_heads = before if isinstance(before, AxisMap) else AxisMap(torch.arange(len(moved)))
+                        maps[axis] = replace(in_heads, order=in_heads.order[moved])
             case ExpertPermutation():
-                each = self._sizes["experts"] // symmetry.groups
+                size = sizes["experts"] // symmetry.groups
                 # The members' orders are drawn first, unlike in _within_groups.
-                among = torch.stack([source.permutation(each) for _ in range(symmetry.groups)])
-                self._orders["expert"] = (source.permutation(symmetry.groups)[:, None] * each + among).flatten()
+                among = torch.stack([source.permutation(size) for _ in range(symmetry.groups)])
+                maps["expert"] = AxisMap((source.permutation(symmetry.groups)[:, None] * size + among).flatten())
             case LatentHeads():
-                self._draw_latent_heads(symmetry, source)
+                maps |= _latent_heads(symmetry, source, sizes)
             case GroupedHeads():
-                self._draw_grouped_heads(symmetry, source)
+                maps |= _grouped_heads(symmetry, source, sizes)
             case _:
                 raise TypeError(f"{symmetry}: not a symmetry")
+    return maps
 
-    def _draw_latent_heads(self, symmetry: LatentHeads, source: Stream) -> None:
-        heads = self._sizes["heads"]
-        free, turned, values = (self._sizes[name] for name in ("mla-free", "mla-key", "mla-value"))
-        kinds = [("free", heads, free, None), ("turned", 1, turned, symmetry.planes), ("values", heads, values, None)]
-        order = source.permutation(heads) if symmetry.order else torch.arange(heads)
-        drawn = {}
-        for name, count, d, planes in kinds:
-            if symmetry.turns:
-                drawn[name] = _as_matrices(*_quarter_turns(source, count, d, QuarterTurns(name, (), planes)))
-            else:
-                drawn[name] = _rotations(source, count, d, Rotation(name, (), planes))
-        turned_alike = drawn["turned"].expand(heads, -1, -1)
-        matrices = {
-            "mla-query": side_by_side(drawn["free"], turned_alike),
-            "mla-key-value": side_by_side(drawn["free"], drawn["values"]),
-            "mla-mixed": drawn["values"],
-            "mla-key": drawn["turned"],
-        }
-        for axis, each in matrices.items():
-            moved = whole_heads(order if len(each) == heads else torch.arange(1), each.shape[-1])
-            self._complete_maps[axis] = as_signs(each, moved) if symmetry.turns else AxisMap(moved, each)
 
-    def _draw_grouped_heads(self, symmetry: GroupedHeads, source: Stream) -> None:
-        groups, heads = self._sizes[symmetry.groups], self._length(symmetry.per_head)
-        width, count = self._length(symmetry.inner) // heads, self._length(symmetry.of_group) // groups
-        order = source.permutation(groups)
-        head_order = _within_groups(source, order, heads // groups)
-        alike = symmetry.common is not None
-        inside = torch.stack([source.permutation(width) for _ in range(1 if alike else heads)]).expand(heads, -1)
-        of_group = torch.stack([source.permutation(count) for _ in range(groups)])
-        self._orders[symmetry.per_head] = head_order
-        self._orders[symmetry.inner] = (head_order[:, None] * width + inside[head_order]).flatten()
-        self._orders[symmetry.of_group] = (order[:, None] * count + of_group[order]).flatten()
-        if symmetry.common is not None:
-            self._orders[symmetry.common] = inside[0]
+def _permutation(symmetry: Permutation, source: Stream, sizes: Mapping[str, int]) -> dict[str, AxisMap]:
+    n = axis_length(sizes, symmetry.axes[0])
+    order = source.permutation(n)
+    signs = _signs(source, n) if symmetry.signed else None
+    return {axis: AxisMap(order, signs=signs if axis in symmetry.signed else None) for axis in symmetry.axes}
 
-    def _length(self, axis: str) -> int:
-        return axis_length(self._sizes, axis)
 
-    def _per_kv_head(self, axis: str) -> int:
-        return self._length(axis) // self._sizes["head_dim"] // self._sizes["kv_heads"]
+def _turned_heads(symmetry: QuarterTurns, source: Stream, sizes: Mapping[str, int]) -> dict[str, AxisMap]:
+    orders, signs = _quarter_turns(source, sizes["kv_heads"], sizes["head_dim"], symmetry)
+    maps: dict[str, AxisMap] = {}
+    for axis in symmetry.axes:
+        repeats = _per_kv_head(axis, sizes)
+        of_heads = orders.repeat_interleave(repeats, dim=0)
+        order = (of_heads + sizes["head_dim"] * torch.arange(len(of_heads))[:, None]).flatten()
+        maps[axis] = AxisMap(order, signs=signs.repeat_interleave(repeats, dim=0).flatten())
+        if axis == "mixed" or (axis in OF_AXIS and symmetry.norm == "whole"):
+            maps[OF_AXIS[axis]] = AxisMap(order)
+    if symmetry.norm == "shared":
+        maps[OF_HEAD] = AxisMap(orders[0])
+    return maps
+
+
+def _latent_heads(symmetry: LatentHeads, source: Stream, sizes: Mapping[str, int]) -> dict[str, AxisMap]:
+    heads = sizes["heads"]
+    free, turned, values = (sizes[name] for name in ("mla-free", "mla-key", "mla-value"))
+    kinds = [("free", heads, free, None), ("turned", 1, turned, symmetry.planes), ("values", heads, values, None)]
+    order = source.permutation(heads) if symmetry.order else torch.arange(heads)
+    drawn = {}
+    for name, count, d, planes in kinds:
+        if symmetry.turns:
+            drawn[name] = _as_matrices(*_quarter_turns(source, count, d, QuarterTurns(name, (), planes)))
+        else:
+            drawn[name] = _rotations(source, count, d, Rotation(name, (), planes))
+    matrices = {
+        "mla-query": side_by_side(drawn["free"], drawn["turned"].expand(heads, -1, -1)),
+        "mla-key-value": side_by_side(drawn["free"], drawn["values"]),
+        "mla-mixed": drawn["values"],
+        "mla-key": drawn["turned"],
+    }
+    maps = {}
+    for axis, of_heads in matrices.items():
+        moved = whole_heads(order if len(of_heads) == heads else torch.arange(1), of_heads.shape[-1])
+        maps[axis] = as_signs(of_heads, moved) if symmetry.turns else AxisMap(moved, of_heads)
+    return maps
+
+
+def _grouped_heads(symmetry: GroupedHeads, source: Stream, sizes: Mapping[str, int]) -> dict[str, AxisMap]:
+    groups, heads = sizes[symmetry.groups], axis_length(sizes, symmetry.per_head)
+    width, count = axis_length(sizes, symmetry.inner) // heads, axis_length(sizes, symmetry.of_group) // groups
+    order = source.permutation(groups)
+    head_order = _within_groups(source, order, heads // groups)
+    inside = torch.stack([source.permutation(width) for _ in range(1 if symmetry.common else heads)]).expand(heads, -1)
+    of_group = torch.stack([source.permutation(count) for _ in range(groups)])
+    maps = {
+        symmetry.per_head: AxisMap(head_order),
+        symmetry.inner: AxisMap((head_order[:, None] * width + inside[head_order]).flatten()),
+        symmetry.of_group: AxisMap((order[:, None] * count + of_group[order]).flatten()),
+    }
+    if symmetry.common:
+        maps[symmetry.common] = AxisMap(inside[0])
+    return maps
+
+
+def _per_kv_head(axis: str, sizes: Mapping[str, int]) -> int:
+    return axis_length(sizes, axis) // sizes["head_dim"] // sizes["kv_heads"]
 
 
 def _within_groups(source: Stream, order: torch.Tensor, size: int) -> torch.Tensor:
     """The order of the members of groups of ``size`` that are put in ``order``, each in an order of its own."""
     among = torch.stack([source.permutation(size) for _ in range(len(order))])
     return (order[:, None] * size + among).flatten()
-
-
-def _inside_experts(symmetry: Permutation, source: Stream, n: int, experts: int) -> dict[str, tuple[AxisMap, ...]]:
-    """For each axis inside experts, the map for each expert."""
-    maps: dict[str, list[AxisMap]] = {axis: [] for axis in symmetry.axes}
-    for _ in range(experts):
-        order = source.permutation(n)
-        signs = _signs(source, n) if symmetry.signed else None
-        for axis in symmetry.axes:
-            maps[axis].append(AxisMap(order, signs=signs if axis in symmetry.signed else None))
-    return {axis: tuple(of_experts) for axis, of_experts in maps.items()}
 
 
 def _as_matrices(orders: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
