@@ -77,29 +77,24 @@ class _Entry(Document):
     data_offsets: tuple[Size, Size]
 
 
-def other_format(path: Path, beginning: bytes) -> MpuError | None:
-    """The error for a file of another kind that is often found in place of safetensors, recognised by how it begins;
-    None for any other file."""
-    if beginning.startswith(AGE_HEADER):
-        return MpuError(f"{path}: is sealed", f"to open a copy, run age -d -i IDENTITY {path} | tar x")
-    if beginning.startswith(b"version https://git-lfs"):
-        return MpuError(
-            f"{path}: a pointer of Git LFS, not the weights that it stands for", "run git lfs pull in its folder"
-        )
-    if beginning.startswith(b"GGUF"):
-        return MpuError(
-            f"{path}: a GGUF file, which llama.cpp reads; mpu reads safetensors",
-            "get the model's safetensors, or make them of it: transformers' AutoModelForCausalLM.from_pretrained("
-            f"FOLDER, gguf_file={path.name!r}) and save_pretrained, with the gguf package",
-        )
-    if beginning.startswith((b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")):
-        return MpuError(
-            f"{path}: a PyTorch file (a pickle), which can run code when loaded",
-            "get the model's safetensors, or convert it in an environment that you trust",
-        )
-    if beginning.lstrip().lower().startswith((b"<!doctype html", b"<html")):
-        return MpuError(f"{path}: a web page, as a download that failed leaves it", "get the file again")
-    return None
+# Other files that are often found in place of safetensors: how they begin, in lower case for text, what they are, and
+# what to do.
+OTHER_FORMATS = {
+    (AGE_HEADER,): ("is sealed", "to open a copy, run age -d -i IDENTITY {path} | tar x"),
+    (b"version https://git-lfs",): (
+        "a pointer of Git LFS, not the weights that it stands for", "run git lfs pull in its folder",
+    ),
+    (b"GGUF",): (
+        "a GGUF file, which llama.cpp reads; mpu reads safetensors",
+        "get the model's safetensors, or make them of it: transformers' AutoModelForCausalLM.from_pretrained("
+        "FOLDER, gguf_file={path.name!r}) and save_pretrained, with the gguf package",
+    ),
+    (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"): (
+        "a PyTorch file (a pickle), which can run code when loaded",
+        "get the model's safetensors, or convert it in an environment that you trust",
+    ),
+    (b"<!doctype html", b"<html"): ("a web page, as a download that failed leaves it", "get the file again"),
+}  # fmt: skip
 
 
 def read_header(path: Path, *, links: bool = True) -> tuple[dict[str, TensorInfo], dict[str, str]]:
@@ -116,8 +111,10 @@ def read_header(path: Path, *, links: bool = True) -> tuple[dict[str, TensorInfo
             length = int.from_bytes(beginning[:8], "little")
             file.seek(8)
             # A safetensors file may begin as some of the others do, but not with such a length.
-            if length > min(MAX_HEADER, size) and (error := other_format(path, beginning)):
-                raise error
+            if length > min(MAX_HEADER, size):
+                for beginnings, (what, hint) in OTHER_FORMATS.items():
+                    if beginning.startswith(beginnings) or beginning.lstrip().lower().startswith(beginnings):
+                        raise MpuError(f"{path}: {what}", hint.format(path=path))
             if size < 8:
                 raise MpuError(f"{path}: too short for a safetensors file ({size} bytes)", "get it again")
             if length > MAX_HEADER:
@@ -140,26 +137,25 @@ def read_header(path: Path, *, links: bool = True) -> tuple[dict[str, TensorInfo
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise MpuError(f"{path}: damaged safetensors header (metadata does not map strings to strings)")
 
-    spans = sorted((_entry(path, name, entry) for name, entry in table.items()), key=lambda s: (s[0], s[1]))
-    tensors, position = {}, 0
-    for begin, end, name, dtype, shape in spans:
+    entries = {name: _entry(path, name, entry) for name, entry in table.items()}
+    tensors, position = {}, 8 + length
+    for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
+        begin, end = (8 + length + offset for offset in entry.data_offsets)
         if begin != position:
             what = "overlaps the previous one" if begin < position else "has a gap before it"
             raise MpuError(f"{path}: damaged safetensors header (tensor {short(name)} {what})", "get it again")
-        tensors[name] = TensorInfo(name, dtype, shape, path, 8 + length + begin)
+        tensors[name] = TensorInfo(name, entry.dtype, entry.shape, path, begin)
         position = end
-    if 8 + length + position != size:
-        what = "truncated" if 8 + length + position > size else "too long"
-        raise MpuError(
-            f"{path}: {what} ({size:,} bytes, but its header describes {8 + length + position:,})", "get it again"
-        )
+    if position != size:
+        what = "truncated" if position > size else "too long"
+        raise MpuError(f"{path}: {what} ({size:,} bytes, but its header describes {position:,})", "get it again")
     return tensors, metadata
 
 
-def _entry(path: Path, name: str, entry: object) -> tuple[int, int, str, str, tuple[int, ...]]:
+def _entry(path: Path, name: str, value: object) -> _Entry:
     where = f"{path}: damaged safetensors header (tensor {short(name)})"
-    parsed = parse_document(_Entry, entry, where)
-    dtype, shape, (begin, end) = parsed.dtype, parsed.shape, parsed.data_offsets
+    entry = parse_document(_Entry, value, where)
+    dtype, shape, (begin, end) = entry.dtype, entry.shape, entry.data_offsets
     if dtype not in ITEM_SIZE:
         raise MpuError(
             f"{path}: tensor {short(name)} has unsupported dtype {short(dtype)} (supported: {', '.join(ITEM_SIZE)})"
@@ -168,7 +164,7 @@ def _entry(path: Path, name: str, entry: object) -> tuple[int, int, str, str, tu
     too_large = math.prod(max(n, 1) for n in shape) > MAX_SIZE
     if too_large or end - begin != math.prod(shape) * ITEM_SIZE[dtype]:
         raise MpuError(f"{where}: {end - begin:,} bytes for shape {short([*shape])} of {dtype}", "get it again")
-    return begin, end, name, dtype, shape
+    return entry
 
 
 def short(value: object) -> str:
@@ -221,15 +217,13 @@ def shard_name(number: int, count: int) -> str:
 class Checkpoint:
     """The tensors of one file or of several shards: names, dtypes and shapes up front, data on demand.
 
-    ``links``: whether its files may be links, which only those of the user's own may be. ``parent``: the checkpoint
-    that it is a part of, whose files are open already.
+    ``links``: whether its files may be links, which only those of the user's own may be.
     """
 
     path: Path
     tensors: dict[str, TensorInfo]
     metadata: dict[str, str]
     links: bool = True
-    parent: Checkpoint | None = None
 
     @property
     def nbytes(self) -> int:
@@ -266,15 +260,8 @@ class Checkpoint:
         if end > begin and hasattr(mmap, "MADV_DONTNEED"):
             self._maps[info.file].madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
-    def with_renamed_tensors(self, names: Mapping[str, str]) -> Checkpoint:
-        """Only the tensors that are keys of ``names``, with its values as their names, in the same files."""
-        tensors = {names[name]: info for name, info in self.tensors.items() if name in names}
-        return Checkpoint(self.path, tensors, self.metadata, self.links, parent=self)
-
     @cached_property
     def _maps(self) -> dict[Path, mmap.mmap]:
-        if self.parent:
-            return self.parent._maps
         import warnings
 
         # torch warns that a read-only buffer must not be written to; that is the contract of tensor().
