@@ -66,6 +66,13 @@ class Folder:
         finally:
             os.close(handle)
 
+    @contextmanager
+    def _open_parent(self, path: str, *, make: bool = False) -> Iterator[tuple[int, str]]:
+        """A handle of the folder that holds ``path``, and its name there."""
+        parent, _, name = path.rpartition("/")
+        with self._open_folder(parent, make=make) as handle:
+            yield handle, name
+
     def names(self, path: str = "") -> list[str]:
         """The entries of a folder, sorted; none if it is missing or is not a folder."""
         try:
@@ -94,27 +101,24 @@ class Folder:
         return status.st_size if status and stat.S_ISREG(status.st_mode) else 0
 
     def _status(self, path: str) -> os.stat_result | None:
-        parent, _, name = path.rpartition("/")
         try:
-            with self._open_folder(parent) as handle:
+            with self._open_parent(path) as (handle, name):
                 return os.stat(name, dir_fd=handle, follow_symlinks=False)
         except OSError:
             return None
 
     def open(self, path: str) -> BinaryIO:
         """A regular file, for reading. Raises MpuError."""
-        parent, _, name = path.rpartition("/")
         try:
-            with self._open_folder(parent) as handle:
+            with self._open_parent(path) as (handle, name):
                 return open_inside(handle, name, self.root / path)
         except OSError as error:
             raise unreadable(self.root / path, error) from error
 
     def write_at(self, path: str, offset: int, data: bytes) -> None:
         """Write into a regular file, which is made if it is missing. OSError if it is anything else."""
-        parent, _, name = path.rpartition("/")
         flags = os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC
-        with self._open_folder(parent, make=True) as handle:
+        with self._open_parent(path, make=True) as (handle, name):
             descriptor = os.open(name, flags, 0o600, dir_fd=handle)
         with os.fdopen(descriptor, "wb") as file:
             status = os.fstat(descriptor)
@@ -131,10 +135,9 @@ class Folder:
 
         It is written under a random hidden name, which nobody can have prepared.
         """
-        parent, _, name = path.rpartition("/")
-        fresh = random_name(name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        with self._open_folder(parent, make=True) as handle:
+        with self._open_parent(path, make=True) as (handle, name):
+            fresh = random_name(name)
             try:
                 with os.fdopen(os.open(fresh, flags, 0o600, dir_fd=handle), "wb") as file:
                     os.fchmod(file.fileno(), self._mode & 0o666)
@@ -155,16 +158,13 @@ class Folder:
 
     def move(self, source: str, target: str) -> None:
         """Rename an entry; the folders above ``target`` are made."""
-        parent, _, name = source.rpartition("/")
-        other, _, fresh = target.rpartition("/")
-        with self._open_folder(parent) as here, self._open_folder(other, make=True) as target_handle:
-            os.replace(name, fresh, src_dir_fd=here, dst_dir_fd=target_handle)
-            os.fsync(target_handle)
+        with self._open_parent(source) as (old, name), self._open_parent(target, make=True) as (new, new_name):
+            os.replace(name, new_name, src_dir_fd=old, dst_dir_fd=new)
+            os.fsync(new)
 
     def remove(self, path: str) -> None:
         """Remove a file, a link (not what it leads to), or a folder with everything in it."""
-        parent, _, name = path.rpartition("/")
-        with suppress(FileNotFoundError, NotADirectoryError), self._open_folder(parent) as handle:
+        with suppress(FileNotFoundError, NotADirectoryError), self._open_parent(path) as (handle, name):
             _remove(name, handle, DEEPEST_FOLDER)
 
 
@@ -324,40 +324,41 @@ JSON_FILES: dict[str, Callable[[Mapping[str, object]], dict[str, object]]] = {
 }
 
 
-def _table(table: Mapping[str, object], names: Collection[str], depth: int = 0) -> dict[str, object]:
-    allowed = {name for name in table if name in names or _LAYER.fullmatch(name)}
-    cleaned = {name: _value(value, names, depth + 1) for name, value in table.items() if name in allowed}
+def _table(table: Mapping[str, object], names: Collection[str]) -> dict[str, object]:
+    """The entries that are ``names``, or numbers of layers, with values of plain words, numbers and flags."""
+
+    def has_name(name: str) -> bool:
+        return name in names or _LAYER.fullmatch(name) is not None
+
+    cleaned = {name: _only(value, _is_plain, has_name, 1) for name, value in table.items() if has_name(name)}
     return {name: value for name, value in cleaned.items() if value is not _MISSING}
 
 
-def _value(value: object, names: Collection[str], depth: int) -> object:
-    """``value`` if it is a number, a flag, a word, or made of these; else _MISSING."""
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int | float):
-        # Infinity means no limit, as in Mamba2's time_step_limit.
-        is_too_large = LARGEST_NUMBER < abs(value) < float("inf")
-        return _MISSING if is_too_large else value
-    if isinstance(value, str):
-        return value if (_WORD.fullmatch(value) and ".." not in value) or _LAYERS.fullmatch(value) else _MISSING
-    if depth >= DEEPEST or not isinstance(value, list | dict) or len(value) > MOST_ITEMS:
-        return _MISSING
-    if isinstance(value, dict):
-        return _table(value, names, depth)
-    items = [_value(item, names, depth + 1) for item in value]
-    return _MISSING if any(item is _MISSING for item in items) else items
-
-
-def _texts(value: object, limit: int, depth: int = 0) -> object:
+def _texts(value: object, limit: int) -> object:
     """``value`` if it is a text, a number, a flag, or lists and tables of these with short names; else _MISSING."""
-    if value is None or isinstance(value, bool | int | float):
-        return value
+
+    def is_short(text: object) -> bool:
+        return not isinstance(text, str) or len(text) <= limit
+
+    return _only(value, is_short, lambda name: len(name) <= LONGEST_TOKEN, 0)
+
+
+def _is_plain(value: object) -> bool:
     if isinstance(value, str):
-        return value if len(value) <= limit else _MISSING
-    if depth >= DEEPEST or not isinstance(value, list | dict) or len(value) > MOST_ITEMS:
+        return bool(_LAYERS.fullmatch(value) or (_WORD.fullmatch(value) and ".." not in value))
+    # Infinity means no limit, as in Mamba2's time_step_limit.
+    return not isinstance(value, int | float) or not LARGEST_NUMBER < abs(value) < float("inf")
+
+
+def _only(value: object, is_kept: Callable[[object], bool], has_name: Callable[[str], bool], depth: int) -> object:
+    """``value`` if it ``is_kept``, a list of such values, or the entries with such values of a table, if it
+    ``has_name``; else _MISSING."""
+    if not isinstance(value, list | dict):
+        return value if is_kept(value) else _MISSING
+    if depth >= DEEPEST or len(value) > MOST_ITEMS:
         return _MISSING
     if isinstance(value, dict):
-        fresh = {name: _texts(inner, limit, depth + 1) for name, inner in value.items() if len(name) <= LONGEST_TOKEN}
-        return {name: inner for name, inner in fresh.items() if inner is not _MISSING}
-    items = [_texts(item, limit, depth + 1) for item in value]
+        cleaned = {name: _only(inner, is_kept, has_name, depth + 1) for name, inner in value.items() if has_name(name)}
+        return {name: inner for name, inner in cleaned.items() if inner is not _MISSING}
+    items = [_only(item, is_kept, has_name, depth + 1) for item in value]
     return _MISSING if any(item is _MISSING for item in items) else items

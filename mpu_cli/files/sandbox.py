@@ -281,17 +281,13 @@ def serve() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     tempfile.tempdir = os.sep  # torch looks for one in which it could write, and there is none
     worker = _Worker()
-    work: dict[str, Callable[[dict[str, Any]], list[Outcome]]] = {
-        "ready": worker.ready, "render": worker.render, "load": worker.load, "convert": worker.convert,
-        "tokenize": worker.tokenize, "decode": worker.decode, "match": worker.match,
-    }  # fmt: skip
     for line in sys.stdin.buffer:
         kind, values, seconds = json.loads(line)
         used = resource.getrusage(resource.RUSAGE_SELF)
         # Also if nobody is left to stop it.
         ends = int(used.ru_utime + used.ru_stime + seconds) + 2
         resource.setrlimit(resource.RLIMIT_CPU, (ends, resource.RLIM_INFINITY))
-        sys.stdout.buffer.write(json.dumps(work[kind](values)).encode() + b"\n")
+        sys.stdout.buffer.write(json.dumps(getattr(worker, kind)(values)).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
