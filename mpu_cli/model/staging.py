@@ -14,13 +14,22 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from msgspec import Meta
 from transformers import PreTrainedModel
 
 from mpu_cli.errors import MpuError
-from mpu_cli.files.boundary import LARGEST_TOKENIZER, copy_bounded, open_regular, private_scratch, read_json_object
+from mpu_cli.files.boundary import (
+    LARGEST_TOKENIZER,
+    Document,
+    copy_bounded,
+    open_regular,
+    parse_document,
+    private_scratch,
+    read_json_object,
+)
 from mpu_cli.files.folder import JSON_FILES, LONGEST_TEMPLATE, clean_config
 from mpu_cli.files.manifest import LEFT_FACTOR, RIGHT_FACTOR, delta_manifest, read_copy_manifest
 from mpu_cli.files.reader import (
@@ -69,7 +78,6 @@ PROMPTS = re.compile("PROMPT|PREFIX|P_TUNING|CPT|CARTRIDGE")  # in the names of 
 MERGE = "merge it into its base with peft (merge_and_unload, save_pretrained) and pass that model"
 _CHANGED_BASE = re.compile(r"pissa(_niter_\d{1,3})?|olora")  # which peft takes off the base, as in training
 _FACTOR = re.compile(r"(?:base_model\.model\.)?(?P<module>[\w.]+)\.lora_(?:embedding_)?A(?:\.default)?(?:\.weight)?")
-_WORDS = re.compile(r"[\w.]{1,200}")
 
 
 @contextmanager
@@ -139,22 +147,35 @@ def _lora_config(config: Mapping[str, object], weights: Checkpoint, path: Path) 
     changes_base = isinstance(start, str) and bool(_CHANGED_BASE.fullmatch(start))
     if not changes_base and start not in _FIRST_WEIGHTS:
         raise _not_honoured(path, f"init_lora_weights = {short(start)}")
-    saved = _plain_names(config, "modules_to_save", path)
-    parameters = _plain_names(config, "target_parameters", path)
-    ranks = _ranks(weights)
-    stacks = _of_stacks(ranks, parameters)
-    ranks = {module: rank for module, rank in ranks.items() if not any(s.startswith(f"{module}.") for s in stacks)}
-    rank = max(ranks.values(), default=0) or config.get("r")
+    entries = parse_document(_AdapterEntries, config, path)
+    # The rows of the first factor, by the module that it belongs to.
+    rows: dict[str, int] = {}
+    for name, info in weights.tensors.items():
+        if factor := _FACTOR.fullmatch(name):
+            if len(info.shape) != 2:
+                raise MpuError(f"{weights.path}: {name!r} is not a matrix")
+            rows[factor["module"].removesuffix(".base_layer")] = info.shape[0]
+    if not rows:
+        raise MpuError(f"{weights.path}: holds no factors of LoRA")
+    # Of parameters, such as stacks of experts, the rows are their rank times the number of experts.
+    stacks: dict[str, int] = {}
+    for module in rows:
+        for parameter in entries.target_parameters or ():
+            inside, _, name = parameter.rpartition(".")
+            if f".{module}".endswith(f".{inside}"):
+                stacks[f"{module}.{name}"] = rows[module]
+    ranks = {module: rank for module, rank in rows.items() if not any(s.startswith(f"{module}.") for s in stacks)}
+    rank = max(ranks.values(), default=0) or entries.r
     rank_of = {module: number for module, number in ranks.items() if number != rank}
-    rank_of |= _by_pattern(config, "rank_pattern", list(stacks), path, config.get("r"))
-    if any(type(number) is not int or not 0 < number <= stacks.get(name, number) for name, number in rank_of.items()):
+    rank_of |= _by_pattern(entries.rank_pattern, list(stacks), f"{path}: rank_pattern", entries.r)
+    if any(not 0 < number <= stacks.get(name, number) for name, number in rank_of.items()):
         raise MpuError(f"{path}: names ranks that its tensors do not have")
     plain = {name: value for name, value in config.items() if name in _LORA and not isinstance(value, list | dict)}
     return plain | {
-        "modules_to_save": saved or None, "target_parameters": parameters or None, "r": rank,
-        "target_modules": sorted(ranks), "rank_pattern": rank_of,
-        "alpha_pattern": _by_pattern(config, "alpha_pattern", [*ranks, *stacks], path),
-        "trainable_token_indices": _token_indices(config, path),
+        "modules_to_save": entries.modules_to_save, "target_parameters": entries.target_parameters,
+        "r": rank, "target_modules": sorted(ranks), "rank_pattern": rank_of,
+        "alpha_pattern": _by_pattern(entries.alpha_pattern, [*ranks, *stacks], f"{path}: alpha_pattern"),
+        "trainable_token_indices": entries.trainable_token_indices,
         "init_lora_weights": start if changes_base else True, "inference_mode": True, "lora_dropout": 0.0,
     }  # fmt: skip
 
@@ -166,77 +187,44 @@ def _not_honoured(path: Path, what: str) -> MpuError:
     )
 
 
-def _ranks(weights: Checkpoint) -> dict[str, int]:
-    """The rows of the first factor, by the module that it belongs to; of a stack of experts, the rank times their
-    number."""
-    ranks: dict[str, int] = {}
-    for name, info in weights.tensors.items():
-        if factor := _FACTOR.fullmatch(name):
-            if len(info.shape) != 2:
-                raise MpuError(f"{weights.path}: {name!r} is not a matrix")
-            ranks[factor["module"].removesuffix(".base_layer")] = info.shape[0]
-    if not ranks:
-        raise MpuError(f"{weights.path}: holds no factors of LoRA")
-    return ranks
+PlainName = Annotated[str, Meta(pattern=r"\A[\w.]{1,200}\Z")]
 
 
-def _of_stacks(ranks: Mapping[str, int], parameters: Sequence[str]) -> dict[str, int]:
-    """The names of the ``parameters``, such as stacks of experts, in the modules that have them, with their rows."""
-    stacks = {}
-    for module, rows in ranks.items():
-        for parameter in parameters:
-            inside, _, name = parameter.rpartition(".")
-            if f".{module}".endswith(f".{inside}"):
-                stacks[f"{module}.{name}"] = rows
-    return stacks
+class _AdapterEntries(Document):
+    """The entries of an adapter's config that peft gets once they have this form."""
 
-
-def _plain_names(config: Mapping[str, object], entry: str, path: Path) -> list[str]:
-    """The names that an entry lists."""
-    names = config.get(entry) or []
-    if not isinstance(names, list) or not all(isinstance(name, str) and _WORDS.fullmatch(name) for name in names):
-        raise MpuError(f"{path}: {entry} is not a list of plain names")
-    return names
+    r: int | None = None
+    modules_to_save: list[PlainName] | None = None
+    target_parameters: list[PlainName] | None = None
+    rank_pattern: dict[str, int] | None = None  # by regular expression, as the next
+    alpha_pattern: dict[str, int | float] | None = None
+    # the tokens whose embeddings were trained apart: their numbers or, by name, those of several embeddings
+    trainable_token_indices: list[int] | dict[PlainName, list[int]] | None = None
 
 
 def _by_pattern(
-    config: Mapping[str, object], entry: str, modules: Sequence[str], path: Path, default: object = None
+    table: Mapping[str, Any] | None, modules: Sequence[str], where: str, default: int | None = None
 ) -> dict[str, Any]:
     """The numbers that a table of regular expressions gives to these modules, as peft reads it; without ``default``,
     only of those that it names."""
-    table = config.get(entry) or {}
-    if not isinstance(table, dict) or not all(type(value) in (int, float) for value in table.values()):
-        raise MpuError(f"{path}: {entry} is not a table of modules and numbers")
-    if not table:
-        return {} if default is None else dict.fromkeys(modules, default)
-    outcomes = PROCESS.match(list(table), modules)
+    table = table or {}
+    outcomes = PROCESS.match(list(table), modules) if table else [(True, "")] * len(modules)
     if problem := next((value for worked, value in outcomes if not worked), None):
-        raise MpuError(f"{path}: {entry} is not a table of modules and numbers ({problem})")
+        raise MpuError(f"{where} is not a table of modules and numbers ({problem})")
     numbers = {name: table.get(pattern, default) for name, (_, pattern) in zip(modules, outcomes, strict=True)}
     return {name: number for name, number in numbers.items() if number is not None}
 
 
-def _token_indices(config: Mapping[str, object], path: Path) -> object:
-    """The tokens whose embeddings were trained apart: their numbers or, by name, those of several embeddings."""
-    value = config.get("trainable_token_indices")
-    lists = value if isinstance(value, dict) else {"": value or []}
-    for name, indices in lists.items():
-        numbers = isinstance(indices, list) and all(type(index) is int for index in indices)
-        if not numbers or (name and not _WORDS.fullmatch(name)):
-            raise MpuError(f"{path}: trainable_token_indices is not a list of numbers, or a table of such lists")
-    return value or None
-
-
 def _link_weights(checkpoint: Checkpoint, folder: Path) -> None:
     files = sorted({info.file for info in checkpoint.tensors.values()})
-    if len(files) == 1:
-        (folder / WEIGHTS_NAME).symlink_to(files[0].resolve())
-        return
     names = {file: shard_name(i, len(files)) for i, file in enumerate(files, 1)}
+    if len(files) == 1:
+        names = {files[0]: WEIGHTS_NAME}
+    else:
+        weight_map = {tensor: names[info.file] for tensor, info in checkpoint.tensors.items()}
+        _write(folder / INDEX_NAME, {"metadata": {"total_size": checkpoint.nbytes}, "weight_map": weight_map})
     for file, name in names.items():
         (folder / name).symlink_to(file.resolve())
-    weight_map = {tensor: names[info.file] for tensor, info in checkpoint.tensors.items()}
-    _write(folder / INDEX_NAME, {"metadata": {"total_size": checkpoint.nbytes}, "weight_map": weight_map})
 
 
 def fields_of(config: Mapping[str, object]) -> set[str]:
@@ -299,24 +287,23 @@ def open_delta(source: Model, path: Path) -> Checkpoint:
 @torch.no_grad()
 def add_delta(model: PreTrainedModel, source: Model, delta: Checkpoint) -> None:
     """Add an opened delta to the weights of ``model``, loaded from ``source``; the product of LoRA's factors."""
-    unmatched_names = dict.fromkeys(delta.tensors)
+    unmatched = set(delta.tensors)
     for stored, view in in_memory(model, source.checkpoint.tensors).items():
         if stored in delta.tensors:
             change = delta.tensor(stored).to(view.device)
-            unmatched_names.pop(stored)
+            unmatched -= {stored}
         elif stored + LEFT_FACTOR in delta.tensors and stored + RIGHT_FACTOR in delta.tensors:
-            left = delta.tensor(stored + LEFT_FACTOR).to(view.device)
-            right = delta.tensor(stored + RIGHT_FACTOR).to(view.device)
+            factors = (stored + LEFT_FACTOR, stored + RIGHT_FACTOR)
+            left, right = (delta.tensor(name).to(view.device) for name in factors)
             change = left @ right
-            unmatched_names.pop(stored + LEFT_FACTOR)
-            unmatched_names.pop(stored + RIGHT_FACTOR)
+            unmatched -= {*factors}
         else:
             continue
         if change.shape != view.shape:
             raise MpuError(f"{delta.path}: {stored!r} has shape {list(change.shape)}, expected {list(view.shape)}")
         view.copy_((view.to(change.dtype) + change).to(view.dtype))
-    if unmatched_names:
-        raise MpuError(f"{delta.path}: contains {quoted_list(unmatched_names)}, which {source.source} does not have")
+    if unmatched:
+        raise MpuError(f"{delta.path}: contains {quoted_list(unmatched)}, which {source.source} does not have")
 
 
 # LoRA adapters of peft's: which base they belong to, and a model with one added to its weights.
@@ -350,14 +337,14 @@ def with_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
     """``model`` with the adapter in ``folder`` added to its weights."""
     from peft import PeftModel, get_peft_model_state_dict
 
-    with blaming(f"{folder}: peft cannot apply this adapter to the model"), staged_adapter(folder) as ours:
-        names = {name.replace(".default", "") for name in open_checkpoint(ours / ADAPTER_WEIGHTS).tensors}
+    with blaming(f"{folder}: peft cannot apply this adapter to the model"), staged_adapter(folder) as staged:
+        names = {name.replace(".default", "") for name in open_checkpoint(staged / ADAPTER_WEIGHTS).tensors}
         for prefix, saved in WRAPPED.items():
             if prefix != PEFT and any(f".{prefix}" in name for name in names):
                 raise MpuError(
                     f"{folder}: names in the adapter hold {prefix}, which no model's do", f"save it with {saved}"
                 )
-        adapted = PeftModel.from_pretrained(model, ours, local_files_only=True)
+        adapted = PeftModel.from_pretrained(model, staged, local_files_only=True)
         if unused := names - get_peft_model_state_dict(adapted, save_embedding_layers=True).keys():
             raise MpuError(f"{folder}: the model has no place for this adapter's {quoted_list(unused)}")
         in_4_bits = any(map(is_quantized, model.parameters()))  # adding to those would round the adapter
