@@ -12,9 +12,10 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -105,7 +106,7 @@ def read_register(path: Path) -> list[RegisterEntry]:
     for line in read_lines(path, hint):
         if "withdraws" in line:
             withdrawn = parse_document(_Withdrawal, line, f"{path}: damaged", hint).withdraws
-            entries = [each for each in entries if each.entry_id != withdrawn]
+            entries = [entry for entry in entries if entry.entry_id != withdrawn]
             continue
         entry = parse_document(RegisterEntry, line, f"{path}: damaged", hint)
         if not set(entry.sample.dtypes) <= set(TORCH):
@@ -126,39 +127,36 @@ def withdraw(path: Path, entry: RegisterEntry) -> None:
         append_line(path, {"time": _now(), "withdraws": entry.entry_id})
 
 
-def enter_permanent(path: Path, entry: RegisterEntry, requested: Mapping[str, float], *, again: bool) -> RegisterEntry:
+def enter_permanent(path: Path, new: RegisterEntry, requested: Mapping[str, float], *, again: bool) -> RegisterEntry:
     """Enter a publication with permanent noise of the ``requested`` scales; the entry, with the scales to use.
 
     Scales within rounding of those of earlier publications of the same base become the same, as another scale would be
     another draw.
     """
     with alone_with_private(path):
-        entries = [each for each in read_register(path) if each.permanent_sigma]
-        base = next((each for each in entries if _same_base(each, entry)), None)
-        noise_content = base.noise_content if base else entry.content
-        same = _since_replaced([each for each in entries if each.noise_content == noise_content])
-        is_lost = any(each.secret != entry.secret for each in same)
-        if is_lost and not again:
+        earlier = [entry for entry in read_register(path) if entry.permanent_sigma]
+        noise_content = next((entry.noise_content for entry in earlier if _same_base(entry, new)), new.content)
+        same = _since_replaced([entry for entry in earlier if entry.noise_content == noise_content])
+        scales = {block: sigma for entry in same for block, sigma in entry.permanent_sigma.items()}
+        common = scales.keys() & requested.keys()
+        differs = None  # what another draw has that this one has not
+        if any(entry.secret != new.secret for entry in same):
+            differs = "secret"
+            hint = f"put {path.with_name('server.key')} back from your backup"
+        elif not all(math.isclose(scales[block], requested[block], rel_tol=SAME_SCALE) for block in common):
+            differs = "scale"
+            hint = "use the same --permanent-noise, --max-noise and --public"
+        if differs and not again:
             raise MpuError(
-                f"permanent noise of another secret than in round {same[-1].round} of run {same[-1].run}, which "
+                f"permanent noise of another {differs} than in round {same[-1].round} of run {same[-1].run}, which "
                 "published the same base: whoever gets both averages the noise away",
-                f"put {path.with_name('server.key')} back from your backup; or {OVERRIDE}",
+                f"{hint}; or {OVERRIDE}",
             )
-        if is_lost:
-            return _append(path, entry, noise_content=noise_content, permanent_sigma=dict(requested),
-                           replaces_earlier=True)  # fmt: skip
-        earlier = {block: sigma for each in same for block, sigma in each.permanent_sigma.items()}
-        common = earlier.keys() & requested.keys()
-        alike = all(math.isclose(earlier[block], requested[block], rel_tol=SAME_SCALE) for block in common)
-        if same and not alike and not again:
-            raise MpuError(
-                f"permanent noise of another scale than in round {same[-1].round} of run {same[-1].run}, which "
-                "published the same base: whoever gets both averages the noise away",
-                f"use the same --permanent-noise, --max-noise and --public; or {OVERRIDE}",
-            )
-        scales = {block: earlier.get(block, sigma) if alike else sigma for block, sigma in requested.items()}
+        if differs:
+            scales = {}
+        scales = {block: scales.get(block, sigma) for block, sigma in requested.items()}
         return _append(
-            path, entry, noise_content=noise_content, permanent_sigma=scales, replaces_earlier=bool(same) and not alike
+            path, new, noise_content=noise_content, permanent_sigma=scales, replaces_earlier=differs is not None
         )
 
 
@@ -167,7 +165,7 @@ def draws_that_average(path: Path, sample: Sample) -> int:
     SIMILAR_SIGMA of the noise, as the models of a request do: each update is small beside it. Whoever has all these
     copies and knows the updates averages the noise."""
     draws = set()
-    for entry in _since_replaced([each for each in read_register(path) if each.permanent_sigma]):
+    for entry in _since_replaced([entry for entry in read_register(path) if entry.permanent_sigma]):
         if len(entry.sample.values) != len(sample.values):
             continue
         apart = math.dist(entry.sample.values, sample.values) / math.sqrt(len(sample.values))
@@ -176,20 +174,20 @@ def draws_that_average(path: Path, sample: Sample) -> int:
     return len(draws)
 
 
-def enter_calibrated(path: Path, entry: RegisterEntry, sigma: float, rounds: int, *, again: bool) -> RegisterEntry:
+def enter_calibrated(path: Path, new: RegisterEntry, sigma: float, rounds: int, *, again: bool) -> RegisterEntry:
     """Enter a publication whose noise of scale ``sigma`` is calibrated for ``rounds`` publications; the entry.
 
     Gaussian mechanisms compose: all publications of a base and of a run together spend Σ 1/σᵢ², and each promised that
     this is at most its own rounds/σ².
     """
     with alone_with_private(path):
-        calibrated = [each for each in read_register(path) if each.calibrated_sigma]
-        earlier = _since_replaced([each for each in calibrated if each.run == entry.run or _same_base(each, entry)])
-        sigmas = [other.calibrated_sigma or math.inf for other in earlier] + [sigma]
-        promises = [other.calibrated_rounds for other in earlier] + [rounds]
+        calibrated = [entry for entry in read_register(path) if entry.calibrated_sigma]
+        earlier = _since_replaced([entry for entry in calibrated if entry.run == new.run or _same_base(entry, new)])
+        new = replace(new, calibrated_sigma=sigma, calibrated_rounds=rounds)
+        budgets = [(entry.calibrated_sigma or math.inf, entry.calibrated_rounds) for entry in (*earlier, new)]
         holds = True
-        for promised_sigma, promised_rounds in zip(sigmas, promises, strict=True):
-            spent = math.fsum((promised_sigma / other) ** 2 for other in sigmas)  # in publications of its own noise
+        for promised_sigma, promised_rounds in budgets:
+            spent = math.fsum((promised_sigma / other) ** 2 for other, _ in budgets)  # in publications of its own noise
             holds = holds and spent <= promised_rounds * (1 + 1e-9)
         if not holds and not again:
             raise MpuError(
@@ -198,9 +196,7 @@ def enter_calibrated(path: Path, entry: RegisterEntry, sigma: float, rounds: int
                 "give out the copies of the earlier one: a budget for several, --dp budget_rounds, has to be "
                 f"planned from the first on; or {OVERRIDE}",
             )
-        return _append(
-            path, entry, calibrated_sigma=sigma, calibrated_rounds=rounds, replaces_earlier=bool(earlier) and not holds
-        )
+        return _append(path, new, replaces_earlier=bool(earlier) and not holds)
 
 
 def _since_replaced(entries: list[RegisterEntry]) -> list[RegisterEntry]:
@@ -209,8 +205,8 @@ def _since_replaced(entries: list[RegisterEntry]) -> list[RegisterEntry]:
     return entries[replacing[-1] :] if replacing else entries
 
 
-def _append(path: Path, entry: RegisterEntry, **values: object) -> RegisterEntry:
-    updated = RegisterEntry(**{**vars(entry), **values, "entry_id": secrets.token_hex(8)})  # type: ignore[arg-type]
+def _append(path: Path, entry: RegisterEntry, **values: Any) -> RegisterEntry:
+    updated = replace(entry, entry_id=secrets.token_hex(8), **values)
     append_line(path, {"time": _now(), **asdict(updated)})
     return updated
 
