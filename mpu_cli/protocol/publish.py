@@ -226,7 +226,7 @@ def _write_copies(
             observer=observer,
             permanent_sigma=permanent_sigma,
         )
-        reports = writing.all_blocks(layout.blocks)
+        reports = writing.all_blocks()
         scaled = publication.calibration is None and (publication.kappa or publication.shared_kappa)
         if plan.pretrained and scaled and all(report.rms == 0 for report in reports if report.copies):
             raise MpuError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -75,14 +75,17 @@ class BaseScan:
     _content: dict[str, bytes] = field(default_factory=dict)
     _pending: dict[str, list[list[Future]]] = field(default_factory=dict)
 
-    def start(self, block: str, tensors: Sequence[TensorLayout]) -> None:
-        """Start reading a block on the threads of the pool, unless it was read before."""
-        if block not in self._scales and block not in self._pending:
-            self._pending[block] = [self._read(tensor) for tensor in tensors]
+    def blocks(self) -> Iterator[tuple[str, list[TensorLayout], BlockScale]]:
+        """Each block with its scale, while the next one is read, so that no core is idle."""
+        blocks = list(self.layout.blocks.items())
+        for i, (block, tensors) in enumerate(blocks):
+            for name, of_block in blocks[i : i + 2]:
+                if name not in self._scales and name not in self._pending:
+                    self._pending[name] = [self._read(tensor) for tensor in of_block]
+            yield block, tensors, self._scale(block, tensors)
 
-    def scale(self, block: str, tensors: Sequence[TensorLayout]) -> BlockScale:
+    def _scale(self, block: str, tensors: Sequence[TensorLayout]) -> BlockScale:
         """The scale of a block, once it is read."""
-        self.start(block, tensors)
         if block in self._scales:
             return self._scales[block]
         task, weights = [], []
@@ -102,13 +105,8 @@ class BaseScan:
 
     def scales(self) -> dict[str, BlockScale]:
         """The scale of every block without constants: reads all of the base."""
-        blocks = list(self.layout.blocks.items())
         scales = {}
-        for i, (block, tensors) in enumerate(blocks):
-            self.start(block, tensors)
-            if i + 1 < len(blocks):
-                self.start(*blocks[i + 1])
-            scale = self.scale(block, tensors)
+        for block, tensors, scale in self.blocks():
             for tensor in tensors:
                 self.base.forget_pages(tensor.name)
             if not any(tensor.constant for tensor in tensors):
@@ -212,17 +210,14 @@ class CopyWriter:
     def base(self) -> Checkpoint:
         return self.scan.base
 
-    def all_blocks(self, blocks: Mapping[str, list[TensorLayout]]) -> list[BlockReport]:
-        """Write every block. While one is written, the next one is read for its scale, so that no core is idle."""
-        waiting = list(blocks.items())
+    def all_blocks(self) -> list[BlockReport]:
+        """Write every block."""
         reports = []
-        for i, (block, tensors) in enumerate(waiting):
-            scale = self.scan.scale(block, tensors)
-            constant = any(tensor.constant for tensor in tensors)
-            writing = [] if constant else self._start(block, tensors, scale)
-            if i + 1 < len(waiting):
-                self.scan.start(*waiting[i + 1])
-            reports.append(self._copy(block, tensors) if constant else self._finish(block, tensors, scale, writing))
+        for block, tensors, scale in self.scan.blocks():
+            if any(tensor.constant for tensor in tensors):
+                reports.append(self._copy(block, tensors))
+            else:
+                reports.append(self._add_noise(block, tensors, scale))
         return reports
 
     def _weight_count(self, tensors: Sequence[TensorLayout]) -> int:
@@ -237,8 +232,8 @@ class CopyWriter:
                 mapping.put(as_matrix(writer.tensor(tensor.name)), mapping.forward(matrix, 0), 0)
         return BlockReport(block, self._weight_count(tensors), 0.0, ())
 
-    def _start(self, block: str, tensors: Sequence[TensorLayout], scale: BlockScale) -> list[list[Future]]:
-        """Settle the noise of a block and start writing it."""
+    def _add_noise(self, block: str, tensors: Sequence[TensorLayout], scale: BlockScale) -> BlockReport:
+        """Write a block with its noise, and report how much of that survives."""
         sigma, permanent = self.publication.sigmas(scale.task, scale.weights)
         if self.permanent_sigma is not None:
             settled = self.permanent_sigma.get(block, 0.0)
@@ -252,13 +247,7 @@ class CopyWriter:
         if permanent:
             self.shared_sigma[block] = permanent
         scales = self.publication.scales(sigma, permanent)
-        return [self._write(tensor, scales) for tensor in tensors]
-
-    def _finish(
-        self, block: str, tensors: Sequence[TensorLayout], scale: BlockScale, writing: Sequence[list[Future]]
-    ) -> BlockReport:
-        """Wait until a block is written, and report how much of its noise survives."""
-        scales = self.publication.scales(self.sigma[block], self.shared_sigma.get(block, 0.0))
+        writing = [self._write(tensor, scales) for tensor in tensors]
         measured = torch.zeros(len(self.writers), 2, dtype=torch.float64)
         count = 0
         for tensor, futures in zip(tensors, writing, strict=True):
