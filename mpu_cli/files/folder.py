@@ -108,7 +108,7 @@ class Folder:
             return None
 
     def open(self, path: str) -> BinaryIO:
-        """A regular file, for reading. Raises MpuError."""
+        """A regular file, for reading."""
         try:
             with self._open_parent(path) as (handle, name):
                 return open_inside(handle, name, self.root / path)

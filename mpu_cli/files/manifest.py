@@ -154,7 +154,7 @@ def _entries(path: Path) -> dict[str, object]:
 
 
 def delta_manifest(metadata: Mapping[str, str], path: Path) -> DeltaManifest:
-    """The manifest in a delta's metadata. Raises MpuError if ``path`` is not an mpu delta."""
+    """The manifest in a delta's metadata."""
     entries = facts_of(metadata)
     if entries.get("format") != "mpu-delta":
         raise MpuError(

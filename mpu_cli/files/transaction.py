@@ -190,10 +190,12 @@ class Transaction:
             raise MpuError(f"{target}: is a file, expected a directory", "move it away")
         if not directory and target.is_dir():
             raise MpuError(f"{target}: is a directory, expected a file", "move it away")
-        ours = directory and (any((target / s).exists() for s in OUTPUT_SIGNS) or any(target.glob("*.index.json")))
-        if directory and not ours and any(target.iterdir()):
+        if not directory:
+            return
+        is_output = any((target / s).exists() for s in OUTPUT_SIGNS) or any(target.glob("*.index.json"))
+        if not is_output and any(target.iterdir()):
             raise MpuError(f"{target}: not written by mpu, so --force does not replace it", "move it away")
-        if directory and Path.cwd().is_relative_to(target.resolve()):
+        if Path.cwd().is_relative_to(target.resolve()):
             raise MpuError(f"{target}: is or contains the working directory, so it cannot be replaced")
 
     def _make_parents(self, parent: Path) -> None:
@@ -328,8 +330,8 @@ def _unfinished(parent: Path, name: str) -> list[Path]:
     """The folders in ``parent`` in which the output ``name`` is, or was, being written."""
     if not parent.is_dir():
         return []
-    ours = re.compile(rf"\.{re.escape(short_name(name))}\.[a-z0-9_]{{8}}\.partial")  # as mkdtemp names them
-    return [Path(entry.path) for entry in os.scandir(parent) if ours.fullmatch(entry.name)]
+    staging = re.compile(rf"\.{re.escape(short_name(name))}\.[a-z0-9_]{{8}}\.partial")  # as mkdtemp names them
+    return [Path(entry.path) for entry in os.scandir(parent) if staging.fullmatch(entry.name)]
 
 
 def remove_abandoned(parent: Path, name: str = _SCRATCH) -> list[Path]:

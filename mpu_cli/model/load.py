@@ -44,7 +44,7 @@ from mpu_cli.records.encode import Limits
 
 
 def tokenizer_of(model: Model) -> PreTrainedTokenizerBase:
-    """The tokenizer of ``model``, without code from its folder. Raises MpuError if transformers cannot load it."""
+    """The tokenizer of ``model``, without code from its folder."""
     with staged_model(model) as folder, blaming(f"{model.source}: transformers cannot load its tokenizer"):
         return load_staged_tokenizer(folder)
 
@@ -321,7 +321,7 @@ def limits_of(model: PreTrainedModel, *, independent: bool = False) -> Limits:
     """The limits on what ``model`` can read; ``independent``: so that it reads a record alike whatever else is in its
     batch."""
     limits = [longest_input(model), longest_independent_input(model) if independent else None]
-    longest = min((each for each in limits if each is not None), default=None)
+    longest = min((limit for limit in limits if limit is not None), default=None)
     return Limits(longest, trained_length(model), vocabulary_size(model))
 
 

@@ -129,14 +129,14 @@ def pieces_in_files(name: str, shape: Sequence[int], files: Collection[str], mod
     prefix = f"{model.base_model_prefix}."
     family = family_of_model(model)
     names = [name, *(target for target, source in model.all_tied_weights_keys.items() if source == name)]
-    candidates = [[Piece(each, tuple(shape))] for each in names]
+    candidates = [[Piece(candidate, tuple(shape))] for candidate in names]
     if family:
         if HEAD in names:
             candidates += [[Piece(head, tuple(shape))] for head in family.heads]
         if pieces := pieces_of(family, name, shape):
             candidates.append(pieces)
         for in_file, in_memory in family.renamed:
-            if any(each.startswith(in_memory) for each in names):
+            if any(candidate.startswith(in_memory) for candidate in names):
                 candidates += [[piece.with_new_prefix(in_memory, in_file) for piece in pieces] for pieces in candidates]
     candidates += [[piece.with_new_prefix(prefix, "") for piece in pieces] for pieces in candidates]
     return next((pieces for pieces in candidates if all(piece.file_name in files for piece in pieces)), [])

@@ -77,10 +77,7 @@ def part(config_name: str, *names: str) -> Rule:
         part_config = config.get(config_name)
         if not part_config:
             return None
-        for name in names[:-1]:
-            if name in part_config:
-                return part_config[name]
-        return part_config[names[-1]]
+        return part_config[next((name for name in names if name in part_config), names[-1])]
 
     return rule
 

@@ -104,12 +104,8 @@ def plan_aggregate(
     trust_deltas: bool = False,
     force: bool = False,
 ) -> AggregatePlan:
-    """The plan to write θ + η·Σ_owners Δ̄ to ``out``.
-
-    Raises UsageError or MpuError for ``as_adapter`` where no adapter can hold the update, MpuError if a copy's delta is
-    missing or does not fit the base and, unless ``trust_deltas``, if the tags of an owner's deltas say that they were
-    trained differently; UsageError if a number is out of range.
-    """
+    """The plan to write θ + η·Σ_owners Δ̄ to ``out``, unless the deltas do not fit the base or each other;
+    ``trust_deltas``: whatever their tags say of how they were trained."""
     if as_adapter:
         _check_adapter(owners, options)
     options.check_step()

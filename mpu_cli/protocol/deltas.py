@@ -158,7 +158,7 @@ class Owner:
 
 
 def owners_of(paths: Sequence[Path], publications: Sequence[Keys]) -> list[Owner]:
-    """The deltas in ``paths``, by publication. Raises MpuError if one belongs to none of them, or two are the same."""
+    """The deltas in ``paths``, by publication."""
     if len(publications) == 1:
         return [Owner(publications[0], open_deltas(paths, publications[0]))]
     ids = [keys.copy_ids for keys in publications]

@@ -107,7 +107,7 @@ class Scheme(ABC):
     @classmethod
     @abstractmethod
     def from_factors(cls, factors: Iterable[float]) -> Scheme:
-        """The scheme with these factors. Raises UsageError if they do not form one."""
+        """The scheme with these factors."""
 
 
 class ZeroSum(Scheme):

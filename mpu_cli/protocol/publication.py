@@ -42,7 +42,7 @@ class Publication:
 
     ``transform`` and ``noise`` are the only places that derive secrets from the seed. The same publication of the same
     base has the same bytes. ``kappa`` and ``shared_kappa`` scale the noise to each block's task vector
-    (docs/design.md). Raises UsageError for numbers out of range.
+    (docs/design.md).
     """
 
     seed: bytes = field(repr=False)
@@ -251,7 +251,7 @@ def server_secret(note: Callable[[str], None] = lambda _: None) -> bytes:
 
 
 def matching(base: Model, pretrained: Model | None) -> dict[str, torch.Tensor] | None:
-    """The pretrained model's tensors by the base's names. Raises MpuError if the architectures differ."""
+    """The pretrained model's tensors by the base's names."""
     if pretrained is None:
         return None
     layout, other = base.layout, pretrained.layout

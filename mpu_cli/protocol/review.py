@@ -70,11 +70,8 @@ def leakage_of(plan: PublishPlan, published: Published) -> Hidden | None:
     public_tensors = matching(base, plan.pretrained) or {}
     blocks = {report.block: report for report in published.blocks if report.copies and report.rms}
     layers = [name for name in blocks if layout.blocks[name][0].layer is not None]
-    looked_at: list[str] = []
-    for i in range(SAMPLED_LAYERS if layers else 0):  # at even distances
-        name = layers[round(i * (len(layers) - 1) / (SAMPLED_LAYERS - 1))]
-        if name not in looked_at:
-            looked_at.append(name)
+    places = torch.linspace(0, len(layers) - 1, min(SAMPLED_LAYERS, len(layers))).round().int().tolist()
+    sampled_layers = [layers[i] for i in places]
     shared, dtype = published.keys.shared_sigma, publication.dtype
 
     def shares(name: str) -> torch.Tensor:
@@ -89,8 +86,10 @@ def leakage_of(plan: PublishPlan, published: Published) -> Hidden | None:
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)  # the same estimate every time
-        block_shares = {name: shares(name) for name in blocks if name in looked_at or name not in layers}
-    of_layers = torch.stack([block_shares[name] for name in looked_at]).mean(0) if looked_at else torch.zeros(3, 2)
+        block_shares = {name: shares(name) for name in blocks if name in sampled_layers or name not in layers}
+    of_layers = torch.zeros(3, 2)
+    if sampled_layers:
+        of_layers = torch.stack([block_shares[name] for name in sampled_layers]).mean(0)
     residual, together = torch.zeros(3, 2, dtype=torch.float64), 0.0
     for name, report in blocks.items():
         squares = report.rms**2 * report.weights

@@ -207,7 +207,7 @@ class Fingerprints:
         """The draws in ``tensor``, of the base, beside the known weights with which they are fitted."""
         known = [self.base.checkpoint.tensor(tensor.name)]
         known += [self.public[tensor.name]] if self.public else []
-        return TensorNoise(tensor, self.publications, [as_matrix(each) for each in known])
+        return TensorNoise(tensor, self.publications, [as_matrix(weights) for weights in known])
 
     def judge(self, sums: torch.Tensor) -> tuple[Planted, frozenset[int]]:
         """The publication whose noise is least due to chance, and the numbers of all draws to take out, from its

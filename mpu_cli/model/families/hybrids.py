@@ -230,7 +230,7 @@ def mamba2(
     """``norm``: whether there is one, if that is not the same as ``when``."""
     convolved = ("ssm", "ssm-state", "ssm-state")  # x, B and C
     return (
-        *(Tensor(f"{name}.{each}", ("ssm-head",), when) for each in ("A_log", "D", "dt_bias")),
+        *(Tensor(f"{name}.{parameter}", ("ssm-head",), when) for parameter in ("A_log", "D", "dt_bias")),
         *linear(f"{name}.in_proj", ("ssm", *convolved, "ssm-head"), "model", bias=bias, when=when),
         Tensor(f"{name}.conv1d.weight", (convolved, "one", "taps"), when),
         Tensor(f"{name}.conv1d.bias", (convolved,), both(when, conv_bias)),
