@@ -98,47 +98,47 @@ def joined_axis_map(parts: Sequence[AxisMap | None], lengths: Sequence[int], chu
     if len(parts) == 1:
         return parts[0]
     part_maps = [AxisMap(torch.arange(n)) if part is None else part for part, n in zip(parts, lengths, strict=True)]
+    starts = torch.tensor([0, *lengths]).cumsum(0)[:-1]
+    order = torch.cat([start + part.order for start, part in zip(starts, part_maps, strict=True)])
     unit = max(part.unit for part in part_maps)
-    mixed = unit > 1 and any(part.signs is not None for part in part_maps)
-    if mixed or any(part.unit not in (1, unit) or len(part) % unit for part in part_maps):
-        return _in_one_block(part_maps)
-    orders, rotations, signs, offset = [], [], [], 0
-    for part, length in zip(part_maps, lengths, strict=True):
-        orders.append(offset + part.order)
-        eye = torch.eye(unit, dtype=torch.float64).expand(length // unit, unit, unit)
-        rotations.append(eye if part.rotation is None else part.rotation)
-        signs.append(torch.ones(length) if part.signs is None else part.signs)
-        offset += length
-    order = torch.cat(orders)
-    rotation = torch.cat(rotations) if unit > 1 else None
-    joined_signs = torch.cat(signs) if any(part.signs is not None for part in part_maps) else None
+    have_signs = any(part.signs is not None for part in part_maps)
+    if unit > 1 and (have_signs or any(part.unit not in (1, unit) or len(part) % unit for part in part_maps)):
+        return AxisMap(order, _one_matrix(part_maps)[None])
+    rotation = signs = None
+    if unit > 1:
+        eye = torch.eye(unit, dtype=torch.float64)
+        rotation = torch.cat(
+            [eye.expand(len(p) // unit, -1, -1) if p.rotation is None else p.rotation for p in part_maps]
+        )
+    if have_signs:
+        signs = torch.cat([torch.ones(len(part)) if part.signs is None else part.signs for part in part_maps])
     if chunks > 1:
         # From a place in the file to one in the parts, by the map, and back to a place in the file.
         places = coordinates(lengths, chunks)
         order = AxisMap(places).places[order[places]]
         rotation = None if rotation is None else rotation[places[::unit] // unit]  # rotated heads lie in one piece
-        joined_signs = None if joined_signs is None else joined_signs[places]
-    return AxisMap(order, rotation, joined_signs)
+        signs = None if signs is None else signs[places]
+    return AxisMap(order, rotation, signs)
 
 
 MOST_IN_A_BLOCK = 8192  # coordinates, whose matrix takes 512 MB
 
 
-def _in_one_block(parts: Sequence[AxisMap]) -> AxisMap:
-    """The map of parts, one after the other, whose heads have different sizes, or of which some have signs and others
-    rotations: one matrix for all of them. Raises ValueError if it would be large."""
+def _one_matrix(parts: Sequence[AxisMap]) -> torch.Tensor:
+    """The rotations of parts, one after the other, whose heads have different sizes, or of which some have signs and
+    others rotations. Raises ValueError if it would be large."""
     n = sum(map(len, parts))
     if n > MOST_IN_A_BLOCK:
         raise ValueError(f"a fused axis of {n} coordinates mixes rotations of different sizes")
-    rotation, orders, offset = torch.zeros(1, n, n, dtype=torch.float64), [], 0
+    blocks: list[torch.Tensor] = []
     for part in parts:
-        blocks = [torch.eye(len(part), dtype=torch.float64)] if part.rotation is None else list(part.rotation)
         if part.signs is not None:
-            blocks = [torch.diag(part.signs.double())]
-        rotation[0, offset : offset + len(part), offset : offset + len(part)] = torch.block_diag(*blocks)
-        orders.append(offset + part.order)
-        offset += len(part)
-    return AxisMap(torch.cat(orders), rotation)
+            blocks.append(torch.diag(part.signs.double()))
+        elif part.rotation is not None:
+            blocks += part.rotation
+        else:
+            blocks.append(torch.eye(len(part), dtype=torch.float64))
+    return torch.block_diag(*blocks)
 
 
 def coordinates(lengths: Sequence[int], chunks: int) -> torch.Tensor:

@@ -348,19 +348,15 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Com
         gram = written.gram
         # Of all owners together, too: each below the bound, they may still add up to more.
         check_norms(gram, plan.deltas, options.max_norm, weights * options.rate)
-        updates, offset = [], 0
+        updates = []
         weights_by_owner = torch.zeros(len(owners), len(weights), dtype=torch.float64)  # 0 for the others' deltas
-        for i, owner in enumerate(owners):
-            part = slice(offset, offset + len(owner.deltas))
-            offset = part.stop
+        parts = torch.arange(len(weights)).split([len(owner.deltas) for owner in owners])
+        for i, (owner, part, step) in enumerate(zip(owners, parts, steps, strict=True)):
             weights_by_owner[i, part] = weights[part]
-            check_norms(gram[part, part], owner.deltas, options.max_norm, weights[part] * options.rate)
-            update = replace(
-                agreement_of(owner, plan.out, gram[part, part]),
-                rounding=written.rounding,
-                probed=probed,
-                rate=steps[i] * options.rate,
-            )
+            own_gram = gram[part][:, part]
+            check_norms(own_gram, owner.deltas, options.max_norm, weights[part] * options.rate)
+            agreement = agreement_of(owner, plan.out, own_gram)
+            update = replace(agreement, rounding=written.rounding, probed=probed, rate=step * options.rate)
             if len(owners) == 1:
                 update = replace(update, planted=written.planted, outliers=written.outliers)
             update.check(plan.trust_deltas)

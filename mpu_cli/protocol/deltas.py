@@ -161,18 +161,16 @@ def owners_of(paths: Sequence[Path], publications: Sequence[Keys]) -> list[Owner
     """The deltas in ``paths``, by publication."""
     if len(publications) == 1:
         return [Owner(publications[0], open_deltas(paths, publications[0]))]
-    ids = [keys.copy_ids for keys in publications]
-    if len(set(ids)) < len(ids):
+    paths_by_ids: dict[tuple[str, ...], list[Path]] = {keys.copy_ids: [] for keys in publications}
+    if len(paths_by_ids) < len(publications):
         raise MpuError("--keys: the same publication is given twice", "give each key file once")
-    paths_by_owner: list[list[Path]] = [[] for _ in publications]
     for path in delta_paths(paths):
         origin = delta_manifest(open_checkpoint(path, links=False).metadata, path).origin
-        indices = [i for i, copy_ids in enumerate(ids) if origin and origin.copy_id in copy_ids]
-        if not indices:
+        ids = next((ids for ids in paths_by_ids if origin and origin.copy_id in ids), None)
+        if ids is None:
             raise MpuError(f"{path}: belongs to none of these publications", "give its keys, too, or leave it out")
-        paths_by_owner[indices[0]].append(path)
-    owners = zip(publications, paths_by_owner, strict=True)
-    return [Owner(keys, open_deltas(owner_paths, keys)) for keys, owner_paths in owners]
+        paths_by_ids[ids].append(path)
+    return [Owner(keys, open_deltas(paths_by_ids[keys.copy_ids], keys)) for keys in publications]
 
 
 def check_delta(delta: Delta, base: Model) -> None:

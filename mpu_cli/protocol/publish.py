@@ -154,10 +154,7 @@ def publish(plan: PublishPlan, *, observer: Observer = SILENT) -> Published:
             folders = [plain / f"copy_{manifest.copy}" for manifest in manifests]
             for folder in folders:
                 folder.mkdir()
-        reports, keys, noise_share = _write_copies(plan, folders, entries, observer)
-        for folder, manifest in zip(folders, manifests, strict=True):
-            write_small_files(plan.base, folder, plan.specs, plan.publication.dtype)
-            write_json(folder / MANIFEST_NAME, copy_facts(replace(manifest, noise=noise_share)))
+        reports, keys = _write_copies(plan, folders, entries, observer)
         # Not strict: without recipients, copies are not sealed.
         for folder, output, recipient in zip(folders, outputs, target.recipients, strict=False):
             seal_folder(folder, folder.name, output, recipient)
@@ -189,9 +186,9 @@ def remake_copy(base: Model, keys: Keys, number: int, folder: Path) -> Model:
 
 def _write_copies(
     plan: PublishPlan, folders: Sequence[Path], entries: list[RegisterEntry], observer: Observer
-) -> tuple[list[BlockReport], Keys, float]:
-    """Write each copy's tensors into its folder; the keys that undo them, and the copies' permanent noise as a share of
-    their weights. ``entries`` gets the publication's line in the register, if it has one."""
+) -> tuple[list[BlockReport], Keys]:
+    """Write each copy into its folder; the keys that undo them. ``entries`` gets the line in the register, if there is
+    one."""
     existing_keys, publication, layout = plan.existing_keys, plan.publication, plan.base.layout
     is_registered = existing_keys is None and publication.is_registered
     # Earlier publications constrain one whose permanent noise is the server's own, or that has a budget of ε.
@@ -212,10 +209,11 @@ def _write_copies(
         noise_share = _share_of_permanent_noise(scan, publication, permanent_sigma)
         writers = []
         for folder, manifest in zip(folders, plan.manifests_to_write, strict=True):
-            metadata = as_metadata(copy_facts(replace(manifest, noise=noise_share)))
-            writers.append(
-                stack.enter_context(CheckpointWriter(folder, plan.specs, metadata, like=plan.base.checkpoint))
-            )
+            facts = copy_facts(replace(manifest, noise=noise_share))
+            writer = CheckpointWriter(folder, plan.specs, as_metadata(facts), like=plan.base.checkpoint)
+            writers.append(stack.enter_context(writer))
+            write_small_files(plan.base, folder, plan.specs, plan.publication.dtype)
+            write_json(folder / MANIFEST_NAME, facts)
         writing = CopyWriter(
             scan=scan,
             publication=publication,
@@ -244,7 +242,7 @@ def _write_copies(
         shared_sigma=writing.shared_sigma,
         recipients={str(copy): str(to) for copy, to in zip(plan.copies, plan.target.recipients, strict=False)},
     )
-    return reports, keys, noise_share
+    return reports, keys
 
 
 def _share_of_permanent_noise(scan: BaseScan, publication: Publication, settled: Mapping[str, float] | None) -> float:
