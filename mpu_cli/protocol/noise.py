@@ -32,6 +32,11 @@ MOST_WEIGHT = 1e6  # Σ|w_k| at which float32 deltas would lose every digit
 Norm = Callable[[torch.Tensor], float]
 
 
+def _distances(weights: torch.Tensor, norm: Norm) -> list[float]:
+    """The distance of each delta from their sum with these ``weights``."""
+    return [norm(weights - basis_vector) for basis_vector in torch.eye(len(weights), dtype=torch.float64)]
+
+
 @dataclass(frozen=True)
 class Remainder:
     """Norms, in units of the deltas: what the weights are expected to leave of the noise; what cancelling one order
@@ -134,8 +139,7 @@ class ZeroSum(Scheme):
         return math.fsum(self.factors) / math.fsum(1 / alpha for alpha in self.factors)
 
     def remaining(self, norm: Norm) -> Remainder:
-        each = torch.eye(self.copies, dtype=torch.float64)
-        apart = [norm(self.weights - basis_vector) for basis_vector in each]
+        apart = _distances(self.weights, norm)
         # The change for noise of scale 1; for two copies exactly ‖a₁‖.
         slope = math.sqrt(math.fsum(d * d for d in apart) / math.fsum(s * s for s in self.scales))
         aggregate_norm = norm(self.weights)
@@ -335,22 +339,22 @@ class Noise:
         columns = [torch.full((len(table), 1), scale, dtype=table.dtype) for scale in same_in_every_copy]
         return torch.cat([table, *columns], 1)
 
-    def of_copies(
-        self, draws: Sequence[torch.Tensor], scales: Scales, onto: torch.Tensor | None = None
-    ) -> list[torch.Tensor]:
-        """ε_k of each copy, flat, from the ``draws`` for a tensor whose block has these scales; added to ``onto``.
-
-        The scales must be those the keys were made for.
-        """
-        head_draw, *tail_draws = draws
-        noisy = []
+    def added_to(self, weights: torch.Tensor, keys: Sequence[bytes], scales: Scales, start: int) -> list[torch.Tensor]:
+        """Rows ``start …`` of a tensor, (rows, columns), with the noise of each copy, from the ``keys`` that the tensor
+        has for these ``scales``."""
+        if not keys:
+            return [weights] * len(self.shares)
+        first = start * weights.shape[1]
+        draws = self.draws(keys, first, first + weights.numel(), weights.dtype)
+        head_draw, *tail_draws = (draw.view_as(weights) for draw in draws)
+        copies = []
         # cast first, so that overflow becomes inf instead of raising
-        for weights in self.mixing(scales).to(head_draw.dtype).tolist():
-            noise = head_draw * weights[0] if onto is None else torch.add(onto, head_draw, alpha=weights[0])
-            for draw, weight in zip(tail_draws, weights[1:], strict=True):
-                noise.add_(draw, alpha=weight)
-            noisy.append(noise)
-        return noisy
+        for factors in self.mixing(scales).to(weights.dtype).tolist():
+            noisy = torch.add(weights, head_draw, alpha=factors[0])
+            for draw, factor in zip(tail_draws, factors[1:], strict=True):
+                noisy.add_(draw, alpha=factor)
+            copies.append(noisy)
+        return copies
 
 
 # Noise for (ε, δ) differential privacy of the weights, by the Gaussian mechanism, and whom it protects against.
@@ -492,8 +496,7 @@ def error_estimate(scheme: Scheme, gram: torch.Tensor, permanent: float = 0.0) -
 
     weights, m = scheme.weights, scheme.copies
     aggregate_norm = norm(weights)
-    apart = [norm(weights - basis_vector) for basis_vector in torch.eye(m, dtype=torch.float64)]
-    by_chance = math.fsum(w * w * d * d for w, d in zip(weights.tolist(), apart, strict=True))
+    by_chance = math.fsum((w * d) ** 2 for w, d in zip(weights.tolist(), _distances(weights, norm), strict=True))
     signal_to_noise = aggregate_norm**2 / by_chance if by_chance else math.inf
     if m == 1 or not (math.isfinite(aggregate_norm) and aggregate_norm > 0):
         unknown = math.nan if permanent else 0.0

@@ -281,12 +281,10 @@ class CopyWriter:
 
         def work(start: int, stop: int, measured: bool) -> tuple[torch.Tensor, int] | None:
             clean = weights[start:stop].to(dtype)
-            draws = self.noise.draws(subkeys, start * columns, stop * columns, dtype)
-            noisy = self.noise.of_copies(draws, scales, clean.view(-1)) if subkeys else [clean] * len(maps)
             sums = torch.zeros(len(maps), 2, dtype=torch.float64)
-            for k, (mapping, target) in enumerate(zip(maps, targets, strict=True)):
-                turned = mapping.forward(noisy[k].view(clean.shape), start)
-                written = turned.to(stored)
+            copies = self.noise.added_to(clean, subkeys, scales, start)
+            for k, (noisy, mapping, target) in enumerate(zip(copies, maps, targets, strict=True)):
+                written = mapping.forward(noisy, start).to(stored)
                 if not all_finite(written):
                     raise MpuError(
                         f"{self.base.path}: {tensor.name!r} overflows {WORD[NAME[stored]]} with its noise",

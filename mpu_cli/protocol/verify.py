@@ -116,11 +116,11 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
 
 @dataclass(frozen=True, kw_only=True)
 class _Slice:
-    """Some rows of one tensor: base, noise, and the copy as stored and regenerated."""
+    """Some rows of one tensor: base, base plus noise, and the copy as stored and regenerated."""
 
     start: int
     base: torch.Tensor
-    noise: torch.Tensor
+    noisy: torch.Tensor
     stored: torch.Tensor
     regenerated: torch.Tensor
 
@@ -155,17 +155,11 @@ class _Comparison:
             dtype = compute_dtype(NAME[clean.dtype], NAME[published.dtype])
         scales = self._keys.scales(tensor.block)
         subkeys = self._noise.subkeys(tensor.name, scales)
-        columns = clean.shape[1]
         for start, stop in row_slices([mapping], *clean.shape):
             weights = clean[start:stop].to(dtype)
-            noise, noisy = torch.zeros_like(weights), weights
-            if subkeys:
-                draws = self._noise.draws(subkeys, start * columns, stop * columns, dtype)
-                [noise] = self._noise.of_copies(draws, scales)
-                [noisy] = self._noise.of_copies(draws, scales, onto=weights.view(-1))
-                noise, noisy = noise.view_as(weights), noisy.view_as(weights)
+            [noisy] = self._noise.added_to(weights, subkeys, scales, start)
             stored, regenerated = mapping.take(published, start, stop), mapping.forward(noisy, start)
-            yield _Slice(start=start, base=weights, noise=noise, stored=stored, regenerated=regenerated)
+            yield _Slice(start=start, base=weights, noisy=noisy, stored=stored, regenerated=regenerated)
 
     def tensor(self, tensor: TensorLayout) -> list[_Numbers]:
         """The numbers of each slice of a tensor, none for constants; its regenerated weights go to the network."""
@@ -198,7 +192,7 @@ class _Comparison:
         filled = [tensor for tensor in self._layout.tensors.values() if any(tensor.axes) or not tensor.constant]
 
         def fill_noisy(tensor: TensorLayout) -> None:
-            network.fill(tensor.name, torch.cat([(part.base + part.noise).float() for part in self._slices(tensor)]))
+            network.fill(tensor.name, torch.cat([part.noisy.float() for part in self._slices(tensor)]))
 
         def fill_stored(tensor: TensorLayout) -> None:
             network.fill(tensor.name, self._copy.tensor(tensor.name).float())
@@ -217,7 +211,7 @@ def _numbers(part: _Slice, mapping: TensorMap) -> _Numbers:
     allowed = 2 * torch.finfo(part.stored.dtype).eps * sizes + 1e-6 * float(sizes.max())
     return _Numbers(
         survived=float((undone - clean).square().sum()),
-        difference=float((undone - (clean + part.noise)).abs().max().nan_to_num(torch.inf)),
+        difference=float((undone - part.noisy).abs().max().nan_to_num(torch.inf)),
         changed=int((part.stored != expected).sum()),
         weights=clean.numel(),
         rounding=bool((off <= allowed).all()),  # false for NaN too

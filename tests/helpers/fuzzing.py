@@ -221,7 +221,7 @@ def _keys(folder: Path) -> None:
     publication.scheme.weights.sum()
     noise = publication.noise([1], str)
     scales = publication.scales(publication.kappa, publication.shared_kappa)
-    noise.of_copies(noise.draws(noise.subkeys("x", scales), 0, 8, torch.float32), scales)
+    noise.added_to(torch.zeros(1, 8), noise.subkeys("x", scales), scales, 0)
 
 
 def _reseal(folder: Path, draw: random.Random) -> None:

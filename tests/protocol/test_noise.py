@@ -22,7 +22,9 @@ N = 400_000
 
 def noise_of(factors, sigma=0.5, dtype=torch.float32, n=N, kind=ZeroSum):
     noise = Noise(Randomness(KEY), 1, kind(tuple(factors)).mixing)
-    return torch.stack(noise.of_copies(noise.draws(noise.subkeys("t", Scales(sigma)), 0, n, dtype), Scales(sigma)))
+    return torch.cat(
+        noise.added_to(torch.zeros(1, n, dtype=dtype), noise.subkeys("t", Scales(sigma)), Scales(sigma), 0)
+    )
 
 
 @pytest.mark.parametrize("copies", [2, 3, 4, 5])
