@@ -93,13 +93,13 @@ class Process:
 
     def render(self, request: Mapping[str, object], dialogues: Sequence[object], longest: int) -> list[Outcome]:
         """Each dialogue as a template prints it; ``longest`` bytes may come back. Raises LimitError."""
-        return self._ask("render", {**request, "dialogues": dialogues}, _seconds(dialogues), longest)
+        return self._ask("render", dialogues, request, _seconds(dialogues), longest)
 
     def load(self, text: str) -> Outcome:
         """Whether the tokenizers library reads a tokenizer.json of this content; then how many tokens it adds to its
         vocabulary, and the largest number of a token. Raises LimitError."""
         with self._lock:
-            [outcome] = self._ask("load", {"json": text}, REQUEST_SECONDS + len(text) / 1e6, MAX_ERROR * 8)
+            [outcome] = self._ask("load", [text], {}, REQUEST_SECONDS + len(text) / 1e6, MAX_ERROR * 8)
             self._tokenizer = hash(text) if outcome[0] else None
         return outcome
 
@@ -107,31 +107,32 @@ class Process:
         """The number of tokens that each text has with the tokenizer of this JSON. Raises LimitError."""
         seconds = _seconds(texts) + sum(map(len, texts)) / 100_000
         longest = MAX_ERROR * 8 * len(texts) + 100
-        return self._ask("tokenize", {"texts": texts, "special": special}, seconds, longest, tokenizer)
+        return self._ask("tokenize", texts, {"special": special}, seconds, longest, tokenizer)
 
     def convert(self, folder: Path) -> Outcome:
         """The tokenizer.json of the tokenizer that transformers makes of the files in ``folder``; "" if it is not of
         the tokenizers library. Raises LimitError."""
         size = sum(path.stat().st_size for path in folder.iterdir() if not path.is_symlink())
-        request = {"folder": str(folder), "longest": LARGEST_TOKENIZER}
-        [outcome] = self._ask("convert", request, REQUEST_SECONDS + size / 1e6, 4 * LARGEST_TOKENIZER)
+        [outcome] = self._ask("convert", [str(folder)], {}, REQUEST_SECONDS + size / 1e6, 4 * LARGEST_TOKENIZER)
         return outcome
 
     def decode(self, tokenizer: str, sequences: Sequence[Sequence[int]], skip_special: bool) -> list[Outcome]:
         """The number of characters in the text of each sequence of tokens. Raises LimitError."""
-        values = {"sequences": sequences, "skip_special": skip_special}
-        return self._ask("decode", values, _seconds(sequences), MAX_ERROR * 8 * len(sequences) + 100, tokenizer)
+        longest = MAX_ERROR * 8 * len(sequences) + 100
+        return self._ask("decode", sequences, {"skip_special": skip_special}, _seconds(sequences), longest, tokenizer)
 
     def match(self, patterns: Sequence[str], names: Sequence[str]) -> list[Outcome]:
         """For each name, the first pattern that matches its end, as peft looks for it; "" if none does. Raises
         LimitError."""
         longest = 8 * (sum(map(len, patterns)) + MAX_ERROR) * (len(names) + 1)
-        return self._ask("match", {"patterns": patterns, "names": names}, REQUEST_SECONDS, longest)
+        return self._ask("match", names, {"patterns": patterns}, REQUEST_SECONDS, longest)
 
     def _ask(
-        self, what: str, values: Mapping[str, object], seconds: float, longest: int, tokenizer: str | None = None
-    ) -> list[Outcome]:
-        """Its reply, once it holds the ``tokenizer`` of this JSON, if one is named."""
+        self, what: str, items: Sequence[object], options: Mapping[str, object], seconds: float, longest: int,
+        tokenizer: str | None = None,
+    ) -> list[Outcome]:  # fmt: skip
+        """The outcome for each item of a kind of work, by the worker that holds the ``tokenizer`` of this JSON, if one
+        is named."""
         with self._lock:
             process = self.start()
             if tokenizer is not None and self._tokenizer != hash(tokenizer):
@@ -141,8 +142,8 @@ class Process:
                 process = self.start()
             try:
                 # Importing what this needs does not count.
-                _exchange(process, ["ready", {"for": what}, STARTING], STARTING, 100)
-                reply = _exchange(process, [what, values, seconds], seconds, longest)
+                _exchange(process, ["ready", [], {"what": what}, STARTING], STARTING, 100)
+                reply = _exchange(process, [what, items, options, seconds], seconds, longest)
             except BaseException:  # a reply that nobody read would be taken for the next one
                 self.stop()
                 raise
@@ -199,8 +200,11 @@ def _write(pipe: Any, line: bytes) -> None:
         pass  # the process was stopped; the reader says why
 
 
+Work = Callable[[Any], object]
+
+
 class _Worker:
-    """The work of the other process: a method for each kind of request, with an outcome for each of its parts."""
+    """The work of the other process: for each kind, the function of one item, which takes its options."""
 
     def __init__(self) -> None:
         # The renderer takes a second to import, in which tokenizers can be read already.
@@ -208,29 +212,27 @@ class _Worker:
         self._importing.start()
         self._tokenizer: Any = None  # the one that was loaded last
 
-    def ready(self, values: dict[str, Any]) -> list[Outcome]:
-        """Import what a kind of request needs."""
-        if values["for"] == "render":
+    def ready(self, what: str) -> Work:
+        """Import what a kind of work needs."""
+        if what == "render":
             self._importing.join()
-        elif values["for"] == "convert":
+        elif what == "convert":
             import_module("transformers.models.auto.tokenization_auto")
-        return []
+        return str
 
-    def render(self, values: dict[str, Any]) -> list[Outcome]:
+    def render(self, **options: Any) -> Work:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        dialogues = values.pop("dialogues")
-
         def text(dialogue: object) -> str:
-            printed = render_jinja_template([dialogue], **values)[0][0]
+            printed = render_jinja_template([dialogue], **options)[0][0]
             if not isinstance(printed, str):
                 raise TypeError("it does not print text")
             printed.encode()  # halves of characters are not text
             return printed
 
-        return [_outcome(text, dialogue) for dialogue in dialogues]
+        return text
 
-    def load(self, values: dict[str, Any]) -> list[Outcome]:
+    def load(self) -> Work:
         from tokenizers import Tokenizer
 
         def read(text: str) -> list[int]:
@@ -238,36 +240,29 @@ class _Worker:
             vocabulary = self._tokenizer.get_vocab()
             return [len(self._tokenizer.get_added_tokens_decoder()), max(vocabulary.values(), default=0)]
 
-        return [_outcome(read, values["json"])]
+        return read
 
-    def convert(self, values: dict[str, Any]) -> list[Outcome]:
+    def convert(self) -> Work:
         def canonical(folder: str) -> str:
             backend = getattr(load_tokenizer(Path(folder)), "backend_tokenizer", None)
             text = backend.to_str() if backend else ""
-            if len(text) > values["longest"]:
+            if len(text) > LARGEST_TOKENIZER:
                 raise ValueError("it is too large")
             return text
 
-        return [_outcome(canonical, values["folder"])]
+        return canonical
 
-    def tokenize(self, values: dict[str, Any]) -> list[Outcome]:
-        def count(text: str) -> int:
-            return len(self._tokenizer.encode(text, add_special_tokens=values["special"]).ids)
+    def tokenize(self, special: bool) -> Work:
+        return lambda text: len(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
-        return [_outcome(count, text) for text in values["texts"]]
+    def decode(self, skip_special: bool) -> Work:
+        return lambda ids: len(self._tokenizer.decode(ids, skip_special_tokens=skip_special))
 
-    def decode(self, values: dict[str, Any]) -> list[Outcome]:
-        def length(ids: list[int]) -> int:
-            return len(self._tokenizer.decode(ids, skip_special_tokens=values["skip_special"]))
-
-        return [_outcome(length, ids) for ids in values["sequences"]]
-
-    def match(self, values: dict[str, Any]) -> list[Outcome]:
+    def match(self, patterns: Sequence[str]) -> Work:
         def pattern_of(name: str) -> str:
-            matching = (pattern for pattern in values["patterns"] if re.match(rf"(.*\.)?({pattern})$", name))
-            return next(matching, "")
+            return next((pattern for pattern in patterns if re.match(rf"(.*\.)?({pattern})$", name)), "")
 
-        return [_outcome(pattern_of, name) for name in values["names"]]
+        return pattern_of
 
 
 def serve() -> None:
@@ -282,19 +277,20 @@ def serve() -> None:
     tempfile.tempdir = os.sep  # torch looks for one in which it could write, and there is none
     worker = _Worker()
     for line in sys.stdin.buffer:
-        kind, values, seconds = json.loads(line)
+        kind, items, options, seconds = json.loads(line)
         used = resource.getrusage(resource.RUSAGE_SELF)
         # Also if nobody is left to stop it.
         ends = int(used.ru_utime + used.ru_stime + seconds) + 2
         resource.setrlimit(resource.RLIMIT_CPU, (ends, resource.RLIM_INFINITY))
-        sys.stdout.buffer.write(json.dumps(getattr(worker, kind)(values)).encode() + b"\n")
+        work = getattr(worker, kind)(**options)
+        sys.stdout.buffer.write(json.dumps([_outcome(work, item) for item in items]).encode() + b"\n")
         sys.stdout.buffer.flush()
 
 
-def _outcome(work: Callable[[Any], object], argument: object) -> Outcome:
-    """The result of ``work(argument)``, or the first line of what it raised: tokenizers' panics are not Exceptions."""
+def _outcome(work: Work, item: object) -> Outcome:
+    """The result of ``work(item)``, or the first line of what it raised: tokenizers' panics are not Exceptions."""
     try:
-        return True, work(argument)
+        return True, work(item)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:

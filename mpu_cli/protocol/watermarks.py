@@ -144,19 +144,19 @@ class TensorNoise:
         Least squares on weights with their tails clipped (Huber), by Newton steps: a weight that was made large would
         otherwise decide how much is taken out, or added.
         """
-        keyed: dict[bytes, Noise] = {}
+        flat, bounds = update.view(-1), self._bounds(update, start)
+        draws: dict[bytes, torch.Tensor] = {}
         first = 0
         for publication in self.publications:
             keys = publication.keys(self.tensor.name)
             chosen = [key for number, key in enumerate(keys, first) if number in numbers]
-            keyed |= dict.fromkeys(
-                [*chosen, *(publication.permanent_keys(self.tensor) if chosen else [])], publication.noise
-            )
             first += len(keys)
-        flat, bounds = update.view(-1), self._bounds(update, start)
-        draws = [noise.draws([key], *bounds, flat.dtype)[0] for key, noise in keyed.items()]
+            if chosen:
+                chosen += publication.permanent_keys(self.tensor)
+            for key in chosen:
+                [draws[key]] = publication.noise.draws([key], *bounds, flat.dtype)
         known = [matrix[start : start + len(update)].reshape(-1).to(flat.dtype) for matrix in self.known]
-        directions = torch.stack([*draws, *known])
+        directions = torch.stack([*draws.values(), *known])
         for piece in range(0, len(flat), PIECE):  # each by itself, as there may be noise in some and none in others
             _take_out(flat[piece : piece + PIECE], directions[:, piece : piece + PIECE], len(draws))
 
