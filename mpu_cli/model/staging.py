@@ -62,11 +62,8 @@ _HARMFUL = ("implementation", "path", "quantization", "auto_map", "weights", "ke
 _LORA = (
     "peft_type", "task_type", "lora_alpha", "bias", "fan_in_fan_out", "use_rslora", "use_dora", "lora_bias",
 )  # fmt: skip
-# Others that it gets once they are checked, or made anew from the tensors:
-_CHECKED = (
-    "r", "target_modules", "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters",
-    "trainable_token_indices", "init_lora_weights", "inference_mode", "lora_dropout",
-)  # fmt: skip
+# Others that are made anew from the tensors:
+_MADE_ANEW = ("target_modules", "init_lora_weights", "inference_mode", "lora_dropout")
 # Entries on the choice of modules and on their training, whose outcome is the tensors.
 _PAST = (
     "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "exclude_modules", "layers_to_transform",
@@ -141,7 +138,8 @@ def staged_adapter(folder: Path) -> Iterator[Path]:
 
 def _lora_config(config: Mapping[str, object], weights: Checkpoint, path: Path) -> dict[str, object]:
     """The config of an adapter for peft: plain values of its ``config``, modules and ranks of its ``weights``."""
-    if unknown := [n for n, value in config.items() if value and n not in (*_LORA, *_CHECKED, *_PAST)]:
+    known = {*_LORA, *_AdapterEntries.__struct_fields__, *_MADE_ANEW, *_PAST}
+    if unknown := [name for name, value in config.items() if value and name not in known]:
         raise _not_honoured(path, quoted_list(unknown))
     start = config.get("init_lora_weights")
     changes_base = isinstance(start, str) and bool(_CHANGED_BASE.fullmatch(start))

@@ -28,7 +28,8 @@ class Wrapper:
     """A model around one of several language models."""
 
     model_type: str
-    texts: Mapping[str, Family]  # the language models, by the ``model_type`` of the text's config
+    # the language models, by the ``model_type`` of the text's config; the first if that does not say
+    texts: Mapping[str, Family]
     inner: str  # the beginning of the language model's names in files
     writes: tuple[Tensor, ...]  # the tensors outside the language model of which one axis is the residual stream
     frozen_prefixes: tuple[str, ...]  # of what surrounds the language model
@@ -37,7 +38,6 @@ class Wrapper:
     renamed: tuple[tuple[str, str], ...] = ()  # prefixes in files, with those in memory
     tied: bool = False  # what transformers assumes if the config does not say whether the head is the embedding
     ties: tuple[str, ...] = ("outer",)  # the configs that may say it
-    default: str = ""  # the text's type if the config does not say
     note: str = "with images; the vision tower stays as it is"
 
     def around(self, text: Family) -> Family:
@@ -121,13 +121,11 @@ LLAVA = Wrapper(
     sizes={"projected": "hidden_size"},
     renamed=RENAMED,
     ties=("outer", "text"),
-    default="llama",
 )
 MISTRAL3 = replace(
     LLAVA,
     model_type="mistral3",
     texts={"mistral": MISTRAL, "ministral3": MISTRAL, "ministral": MISTRAL, "mistral4": MISTRAL4},
-    default="mistral",
     tied=True,
     ties=("outer",),
 )
@@ -138,7 +136,6 @@ GEMMA3_WRAPPER = replace(
     writes=(Tensor("multi_modal_projector.mm_input_projection_weight", ("vision", "model"), trained=False),),
     frozen_prefixes=("vision_tower.", "multi_modal_projector.mm_soft_emb_norm."),
     sizes={"vision": part("vision_config", "hidden_size")},
-    default="gemma3_text",
     tied=True,
     ties=("outer",),
 )
@@ -267,7 +264,7 @@ REFUSED = {
 def family_of(model_type: object, text_type: object = None) -> Family | None:
     """The table of a model with this ``model_type`` and, of a wrapper, of the text's config; None if there is none."""
     if wrapper := WRAPPERS.get(str(model_type)):
-        return wrapper.families.get(str(text_type or wrapper.default or next(iter(wrapper.texts))))
+        return wrapper.families.get(str(text_type or next(iter(wrapper.texts))))
     return FAMILIES.get(str(model_type))
 
 

@@ -82,12 +82,6 @@ class KeyEntries(Document, forbid_unknown_fields=True):
     authenticator: Text | None = None
 
 
-# The entries that are fields of a publication, and of its keys, by the same name.
-OF_PUBLICATION = (
-    "run", "round", "seed_is_secret", "kappa", "symmetries", "shared_kappa", "calibration", "watermark", "max_noise",
-    "dtype",
-)  # fmt: skip
-OF_KEYS = ("sigma", "copy_ids", "base", "reference", "shared_sigma", "recipients")
 FORMAT, VERSION = "mpu-keys", 10
 MAX_KEYS_FILE = 64 << 20  # bytes; a real one has a few thousand
 
@@ -124,6 +118,13 @@ class Keys:
     @property
     def copies(self) -> int:
         return self.publication.copies
+
+
+# The entries that are fields of a publication, and of its keys, by the same name; the seeds are in hexadecimal.
+OF_PUBLICATION = sorted(
+    {*KeyEntries.__struct_fields__} & {*Publication.__dataclass_fields__} - {"seed", "permanent_seed"}
+)
+OF_KEYS = sorted({*KeyEntries.__struct_fields__} & {*Keys.__dataclass_fields__})
 
 
 def seal(

@@ -22,6 +22,7 @@ from mpu_cli.protocol.noise import Scheme, statement
 from mpu_cli.protocol.publication import matching
 from mpu_cli.protocol.publish import Published, PublishPlan, remake_copy
 from mpu_cli.protocol.register import default_register_path, draws_that_average, sample_of
+from mpu_cli.protocol.stream import BlockReport
 from mpu_cli.protocol.verify import in_place, published_as_they_are
 from mpu_cli.wording import counted, few
 
@@ -313,14 +314,13 @@ def _without_pretrained(plan: PublishPlan, published: Published) -> Iterator[Rem
     """A remark that the copies give the weights away, if the noise is small beside the weights."""
     publication = plan.publication
     blocks = [block for block in published.blocks if block.copies]
-    size = math.sqrt(math.fsum(block.weights * block.weights_rms**2 for block in blocks))
+    size = _norm((block, block.weights_rms) for block in blocks)
     if plan.pretrained or publication.calibration or not size:
         return
-    copies = range(len(published.copies))
-    noise = [math.fsum(block.weights * block.copies[copy].requested ** 2 for block in blocks) for copy in copies]
     permanent = published.keys.shared_sigma
-    shared = math.fsum(block.weights * permanent.get(block.block, 0.0) ** 2 for block in blocks)
-    per_copy, combined = math.sqrt(min(noise)) / size, math.sqrt(shared) / size
+    combined = _norm((block, permanent.get(block.block, 0.0)) for block in blocks) / size
+    # The copy with the least noise has that in every block.
+    per_copy = _norm((block, min(copy.requested for copy in block.copies)) for block in blocks) / size
     if per_copy > MIN_HIDDEN_ERROR and (publication.copies == 1 or combined > MIN_HIDDEN_ERROR):
         return
     by_copies = f" ({combined:.2g} with all copies)" if publication.copies > 1 else ""
@@ -333,17 +333,21 @@ def _without_pretrained(plan: PublishPlan, published: Published) -> Iterator[Rem
     )
 
 
+def _norm(rms_by_block: Iterable[tuple[BlockReport, float]]) -> float:
+    return math.sqrt(math.fsum(block.weights * rms**2 for block, rms in rms_by_block))
+
+
 def _on_noise(published: Published) -> Iterator[Remark]:
     """Remarks on noise that is larger than the weights, and on blocks in which storage or equal models leave none."""
     publication = published.keys.publication
     if not (publication.kappa or publication.shared_kappa or publication.calibration):
         return
     blocks = [block for block in published.blocks if block.copies]
-    size = math.fsum(block.weights * block.weights_rms**2 for block in blocks)
-    noise = math.fsum(block.weights * block.copies[0].requested ** 2 for block in blocks)
+    size = _norm((block, block.weights_rms) for block in blocks)
+    noise = _norm((block, block.copies[0].requested) for block in blocks)
     if noise > size > 0:
         yield Remark(
-            f"the noise is {math.sqrt(noise / size):.0%} of the weights, which probably ruins the copies: --probe FILE "
+            f"the noise is {noise / size:.0%} of the weights, which probably ruins the copies: --probe FILE "
             "says what one still knows; --permanent-noise and --kappa set less",
             is_warning=True,
         )
