@@ -85,7 +85,7 @@ def _blob(path: Path) -> Path | None:
     return blob if blob.parent == blobs.resolve() else None
 
 
-def read_bounded(path: Path, limit: int = MAX_SMALL_FILE, *, links: bool = True) -> bytes:
+def read_bounded(path: Path, limit: int, *, links: bool = True) -> bytes:
     """The bytes of a regular file."""
     with open_regular(path, links=links) as file:
         content = file.read(limit + 1)

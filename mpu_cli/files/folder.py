@@ -73,7 +73,7 @@ class Folder:
         with self._open_folder(parent, make=make) as handle:
             yield handle, name
 
-    def names(self, path: str = "") -> list[str]:
+    def names(self, path: str) -> list[str]:
         """The entries of a folder, sorted; none if it is missing or is not a folder."""
         try:
             with self._open_folder(path) as handle, os.scandir(handle) as entries:

@@ -91,7 +91,7 @@ def keystream(key: bytes, offset: int, nbytes: int) -> memoryview:
     return out[:nbytes]
 
 
-def standard_normals(key: bytes, start: int, stop: int, *, double: bool = False) -> torch.Tensor:
+def standard_normals(key: bytes, start: int, stop: int, *, double: bool) -> torch.Tensor:
     """Elements ``start … stop`` (at least one) of an endless sequence of independent N(0, 1), fixed by ``key``.
 
     Box–Muller in cells of 1,024 elements: word i < 512 of a cell gives a radius, word i + 512 an angle, and together

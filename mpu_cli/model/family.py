@@ -199,8 +199,8 @@ class Ffn:
     They do if the layer is act(gate)·up, and nothing is added to up.
     """
 
-    prefix: str = ""
-    gated: bool = True
+    prefix: str
+    gated: bool
 
     def permutation(self, signed: bool) -> Permutation:
         axes = tuple(self.prefix + axis for axis in FFN_AXES)
@@ -218,17 +218,17 @@ class Structure:
     norm: str | None  # of queries and keys, as in ``QuarterTurns``
     movable: bool  # whether heads can change places (not under ALiBi)
     ffns: tuple[Ffn, ...]  # its feed-forward layers
-    groups: int = 0  # of experts; 0 without experts
-    attention: bool = True  # whether it has any
+    groups: int  # of experts; 0 without experts
+    attention: bool  # whether it has any
     # whether something works on values coordinate by coordinate, so that they cannot be rotated
-    elementwise: bool = False
-    keys_are_values: bool = False  # whether its keys are its values, too, so that one turn is for both
+    elementwise: bool
+    keys_are_values: bool  # whether its keys are its values, too, so that one turn is for both
     # the layer whose keys and values it reads, and whose turns and order of heads it shares; None: its own
-    reads: int | None = None
-    latent: str | None = None  # the planes of RoPE in latent attention; None: it has none
-    latents: tuple[str, ...] = ()  # of LATENTS
-    grouped: tuple[GroupedHeads, ...] = ()  # of GROUPED
-    ordered: tuple[str, ...] = ()  # of ORDERED
+    reads: int | None
+    latent: str | None  # the planes of RoPE in latent attention; None: it has none
+    latents: tuple[str, ...]  # of LATENTS
+    grouped: tuple[GroupedHeads, ...]  # of GROUPED
+    ordered: tuple[str, ...]  # of ORDERED
 
     @property
     def shared_symmetries(self) -> tuple[str, ...]:
@@ -300,7 +300,7 @@ def _attention(chosen: SymmetrySet, layer: Structure) -> tuple[Symmetry, ...]:
     return (qk, values, *heads)
 
 
-def symmetries_of_model(name: str, rms_norm: bool, channels: bool = False) -> tuple[Symmetry, ...]:
+def symmetries_of_model(name: str, rms_norm: bool, channels: bool) -> tuple[Symmetry, ...]:
     """The symmetries of set ``name`` of the residual stream: RMS norms preserve signs, a LayerNorm, which subtracts the
     mean, does not. ``channels``: whether layers read embeddings of their own."""
     if name in ("none", "paper"):

@@ -215,7 +215,7 @@ def model_specs(checkpoint: Checkpoint, layout: Layout, dtype: str | None) -> Te
     }
 
 
-def write_small_files(model: Model, folder: Path, specs: TensorSpecs, dtype: str | None = None) -> None:
+def write_small_files(model: Model, folder: Path, specs: TensorSpecs, dtype: str | None) -> None:
     """Put the config and the tokenizer files of ``model`` into ``folder``, for a copy: with ``dtype``, or that of the
     model's config or else of most weights in ``specs``.
 

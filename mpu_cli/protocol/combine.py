@@ -67,8 +67,8 @@ class AggregatePlan:
     owners: tuple[Owner, ...]
     options: Aggregating
     out: Path
-    trust_deltas: bool = False
-    force: bool = False
+    trust_deltas: bool
+    force: bool
 
     @property
     def deltas(self) -> list[Delta]:
@@ -101,7 +101,7 @@ def plan_aggregate(
     *,
     out: Path,
     as_adapter: bool = False,
-    trust_deltas: bool = False,
+    trust_deltas: bool,
     force: bool = False,
 ) -> AggregatePlan:
     """The plan to write θ + η·Σ_owners Δ̄ to ``out``, unless the deltas do not fit the base or each other;
@@ -301,7 +301,7 @@ class Combined:
     cosines: torch.Tensor
     rounding: float
     planted: Planted
-    probed: ProbedStep | None = None
+    probed: ProbedStep | None
 
     def warnings(self) -> list[str]:
         """The probable faults of each owner's update, and of their sum, a sentence each."""
@@ -327,7 +327,7 @@ def aggregate(plan: AggregatePlan, *, observer: Observer = SILENT) -> Aggregatio
     return update
 
 
-def aggregate_owners(plan: AggregatePlan, *, observer: Observer = SILENT) -> Combined:
+def aggregate_owners(plan: AggregatePlan, *, observer: Observer) -> Combined:
     """Write θ + η·Σ_owners Δ̄."""
     owners, options = plan.owners, plan.options
     noises = fingerprints(plan.base, plan.publications)

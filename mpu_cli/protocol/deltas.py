@@ -38,7 +38,7 @@ from mpu_cli.files.writer import MAX_SHARD, CheckpointWriter, nbytes_of
 from mpu_cli.model.layout import EMBEDDING, Layout, TensorLayout
 from mpu_cli.model.source import Model
 from mpu_cli.model.transform import TensorMap, Transform, as_matrix, row_slices
-from mpu_cli.observer import SILENT, Observer
+from mpu_cli.observer import Observer
 from mpu_cli.protocol.keys import Keys
 
 SUFFIXES = ("", LEFT_FACTOR, RIGHT_FACTOR)  # of the names in deltas
@@ -390,7 +390,7 @@ class InverseMaps:
         return changes
 
 
-def invert(base: Model, delta: Delta, *, target: Path, transaction: Transaction, observer: Observer = SILENT) -> None:
+def invert(base: Model, delta: Delta, *, target: Path, transaction: Transaction, observer: Observer) -> None:
     """Write T_k⁻¹(Δ_k) to ``target`` in the delta's own dtypes, as part of ``transaction``."""
     if delta.manifest.inverted:
         raise MpuError(f"{delta.path}: is already inverted", "pass it to `mpu aggregate` as it is")

@@ -161,10 +161,10 @@ def _authenticator(table: dict[str, Any], secret: bytes) -> str:
 
 def sealer(
     *,
-    recipients: Sequence[str] = (),
-    passphrase: str | None = None,
-    identity: Path | None = None,
-    note: Callable[[str], None] = lambda _: None,
+    recipients: Sequence[str],
+    passphrase: str | None,
+    identity: Path | None,
+    note: Callable[[str], None],
 ) -> Callable[[Keys], bytes]:
     """The function that seals keys: for ``recipients`` (age1…), with a ``passphrase``, or for the identity in a file.
 

@@ -475,7 +475,7 @@ class ErrorEstimate:
     one_order_lower: float
     signal_to_noise: float
     variance_factor: float
-    permanent: float = 0.0
+    permanent: float
 
     @property
     def warning(self) -> str | None:
@@ -488,7 +488,7 @@ class ErrorEstimate:
         )
 
 
-def error_estimate(scheme: Scheme, gram: torch.Tensor, permanent: float = 0.0) -> ErrorEstimate:
+def error_estimate(scheme: Scheme, gram: torch.Tensor, permanent: float) -> ErrorEstimate:
     """The estimate from the inner products of the inverted deltas, float64 (m, m); ``permanent`` is κ_s/κ."""
 
     def norm(combination: torch.Tensor) -> float:

@@ -189,7 +189,7 @@ def settings_of(disguise: Disguise) -> dict[str, Any]:
 
 
 def publication_of(
-    options: Publishing, *, with_pretrained: bool, seed: int | None = None, run: str = "", round_: int = 1
+    options: Publishing, *, with_pretrained: bool, seed: int | None, run: str, round_: int
 ) -> Publication:
     """The publication that ``mpu publish`` makes, with or without a public model that scales the noise.
 

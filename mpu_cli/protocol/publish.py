@@ -71,7 +71,7 @@ class PublishPlan:
     specs: TensorSpecs  # the tensors of each copy
     manifests: tuple[CopyManifest, ...]  # of all copies of the publication
     copies: tuple[int, ...]  # the numbers, from 1, of those to write
-    existing_keys: Keys | None = None  # if another copy of the publication was made before
+    existing_keys: Keys | None  # if another copy of the publication was made before
 
     @property
     def manifests_to_write(self) -> list[CopyManifest]:
@@ -107,7 +107,7 @@ def plan_publish(
     publication: Publication,
     target: Target,
     *,
-    only: Sequence[int] | None = None,
+    only: Sequence[int] | None,
     existing_keys: Keys | None = None,
 ) -> PublishPlan:
     """The plan to write the copies of ``publication`` and its sealed keys to ``target``.

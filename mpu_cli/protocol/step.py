@@ -20,7 +20,7 @@ from mpu_cli.files.reader import OPTION, TORCH
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.model.source import Model, model_specs, open_model
 from mpu_cli.model.transform import as_matrix, measured_slices, row_slices
-from mpu_cli.observer import SILENT, Observer
+from mpu_cli.observer import Observer
 from mpu_cli.options.publishing import AUTO, RESTORE, Aggregating
 from mpu_cli.protocol.deltas import Delta, InverseMaps
 from mpu_cli.records.read import read_records
@@ -88,7 +88,7 @@ def settle_step(
     options: Aggregating,
     write: Callable[[Path, Aggregating], object],
     beside: Path,
-    observer: Observer = SILENT,
+    observer: Observer,
 ) -> tuple[Aggregating, ProbedStep | None]:
     """``options`` with a number for ``step``, and how it was found if there are records to look at.
 
@@ -106,7 +106,7 @@ def settle_step(
     return replace(options, step=step.chosen, probe=None), step
 
 
-def choose_step(base: Model, updated: Model, options: Aggregating, observer: Observer = SILENT) -> ProbedStep:
+def choose_step(base: Model, updated: Model, options: Aggregating, observer: Observer) -> ProbedStep:
     """The largest step from ``base`` through ``updated``, which is step 1, at which the loss on --probe has risen by
     at most --max-rise: at most the one that --step names, 1 under restore, and MAX_STEP under auto.
 

@@ -69,7 +69,7 @@ class BaseScan:
     pretrained: Mapping[str, torch.Tensor] | None  # by the base's names
     pool: Executor
     # whether the content will be requested, which costs a rounding and a second hash of every weight
-    with_content: bool = False
+    with_content: bool
     _scales: dict[str, BlockScale] = field(default_factory=dict)
     _digests: dict[str, list[bytes]] = field(default_factory=dict)
     _content: dict[str, bytes] = field(default_factory=dict)
@@ -202,7 +202,7 @@ class CopyWriter:
     transforms: Sequence[Transform]  # one for each copy
     writers: Sequence[CheckpointWriter]  # one for each copy
     observer: Observer
-    permanent_sigma: Mapping[str, float] | None = None  # of each block, if the scale of permanent noise is settled
+    permanent_sigma: Mapping[str, float] | None  # of each block, if the scale of permanent noise is settled
     sigma: dict[str, float] = field(default_factory=dict)  # by block, the scale of the noise that cancels
     shared_sigma: dict[str, float] = field(default_factory=dict)  # by block, the scale of permanent noise
 

@@ -321,7 +321,7 @@ def published_as_they_are(layout: Layout, tensors: Mapping[str, TensorInfo]) -> 
     )
 
 
-def check_family(model: Model, observer: Observer = SILENT) -> FamilyCheck:
+def check_family(model: Model, observer: Observer) -> FamilyCheck:
     """Apply the symmetries of the model's family to its weights, in memory, and compare logits on random tokens; and
     take random changes of copies back.
 
