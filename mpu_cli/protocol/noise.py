@@ -194,19 +194,15 @@ class Extrapolated(Scheme):
         return math.prod(self.scales)
 
     def remaining(self, norm: Norm) -> Remainder:
-        nodes = self.factors
-        divided = []
-        for k, node in enumerate(nodes):
-            others = nodes[:k] + nodes[k + 1 :]
-            divided.append(1 / math.prod(node - other for other in others))
-        highest = norm(torch.tensor(divided, dtype=torch.float64))  # Newton's divided difference
+        nodes = torch.tensor(self.factors, dtype=torch.float64)
         aggregate_norm = norm(self.weights)
+        highest = norm(self.weights * nodes) / self.remainder  # Newton's divided difference
         # The next coefficient, if the series continues as it began: see ``error_estimate``.
         expected = self.remainder * aggregate_norm * (highest / aggregate_norm) ** (1 + 1 / (self.copies - 1))
         lower = highest * math.prod(sorted(self.scales)[:-1])
         # The weights that give the derivative at 0 of the polynomial through the values at the nodes.
-        powers = torch.tensor([[node**i for i in range(len(nodes))] for node in nodes], dtype=torch.float64)
-        return Remainder(expected, lower, norm(torch.linalg.inv(powers)[1]))
+        slope = torch.linalg.inv(torch.linalg.vander(nodes))[1]
+        return Remainder(expected, lower, norm(slope))
 
     @classmethod
     def default(cls, copies: int) -> Extrapolated:
