@@ -286,10 +286,7 @@ def _within_groups(source: Stream, order: torch.Tensor, size: int) -> torch.Tens
 
 def _as_matrices(orders: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
     """The signed permutations y[i] = signs[order[i]]·x[order[i]] of heads as matrices, (heads, d, d)."""
-    heads, d = orders.shape
-    matrices = torch.zeros(heads, d, d, dtype=torch.float64)
-    matrices.scatter_(2, orders[..., None], signs.gather(1, orders)[..., None].double())
-    return matrices
+    return torch.eye(orders.shape[1], dtype=torch.float64)[orders] * signs[:, None]
 
 
 def as_signs(matrices: torch.Tensor, moved: torch.Tensor) -> AxisMap:

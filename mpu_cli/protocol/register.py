@@ -44,11 +44,8 @@ class Sample:
         """Whether these weights, rounded to the dtypes of ``other``, are its weights."""
         if len(self.values) != len(other.values):
             return False
-        for value, other_value, dtype in zip(self.values, other.values, other.dtypes, strict=True):
-            rounded = torch.tensor(value, dtype=torch.float64).to(TORCH[dtype])
-            if float(rounded) != other_value:
-                return False
-        return True
+        pairs = zip(self.values, other.values, other.dtypes, strict=True)
+        return all(float(torch.tensor(x, dtype=torch.float64).to(TORCH[dtype])) == y for x, y, dtype in pairs)
 
 
 @dataclass(frozen=True)
@@ -81,15 +78,15 @@ def default_register_path() -> Path:
 
 def sample_of(checkpoint: Checkpoint, layout: Layout) -> Sample:
     """The same number of weights from each trained tensor, at even distances."""
-    dtypes, values = [], []
+    dtypes: list[str] = []
+    values: list[float] = []
     per_tensor = max(1, SAMPLES // max(1, len(layout.parameters)))
     for tensor in sorted(layout.parameters, key=lambda tensor: layout.full_name(tensor.name)):
         weights = checkpoint.tensor(tensor.name).view(-1)
-        for i in range(per_tensor):
-            dtypes.append(checkpoint.tensors[tensor.name].dtype)
-            # The one in the middle of each of ``per_tensor`` equal parts.
-            value = float(weights[(2 * i + 1) * len(weights) // (2 * per_tensor)])
-            values.append(value if math.isfinite(value) else 0.0)  # of layers that no copy has
+        # The one in the middle of each of ``per_tensor`` equal parts; publishing refuses what is not finite.
+        middles = (2 * torch.arange(per_tensor) + 1) * len(weights) // (2 * per_tensor)
+        values += weights[middles].double().nan_to_num(0.0, 0.0, 0.0).tolist()
+        dtypes += [checkpoint.tensors[tensor.name].dtype] * per_tensor
     return Sample(tuple(dtypes), tuple(values))
 
 
