@@ -17,6 +17,7 @@ import secrets
 import stat
 import tarfile
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -275,13 +276,8 @@ def once_each(pairs: list[tuple[str, object]]) -> dict[str, object]:
 
 
 def repeated(names: Iterable[str]) -> str | None:
-    """The first of ``names`` that was there before, in one pass: there may be a million."""
-    seen: set[str] = set()
-    for name in names:
-        if name in seen:
-            return name
-        seen.add(name)
-    return None
+    """The first of ``names`` that is there twice."""
+    return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
 def _no_number(text: str) -> float:

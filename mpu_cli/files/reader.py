@@ -437,7 +437,7 @@ def piece_digest(raw: memoryview, offset: int) -> bytes:
     return blake3(raw[offset : offset + PIECE]).digest()
 
 
-def combine(tensors: Mapping[str, TensorInfo], digests: Mapping[str, list[bytes]]) -> str:
+def fingerprint_of(tensors: Mapping[str, TensorInfo], digests: Mapping[str, list[bytes]]) -> str:
     """The fingerprint, from the piece digests of every tensor: in hexadecimal, after the name of the hash."""
     table = [
         [name, tensors[name].dtype, list(tensors[name].shape), blake3(b"".join(digests[name])).hexdigest()]
@@ -456,4 +456,4 @@ def fingerprint(checkpoint: Checkpoint) -> str:
     """The fingerprint of a whole checkpoint; reads all of it once, on all cores."""
     with worker_pool() as pool:
         digests = {name: list(piece_digests(checkpoint, name, pool)) for name in checkpoint.tensors}
-    return combine(checkpoint.tensors, digests)
+    return fingerprint_of(checkpoint.tensors, digests)

@@ -23,8 +23,8 @@ from mpu_cli.files.reader import (
     NAME,
     OPTION,
     all_finite,
-    combine,
     compute_dtype,
+    fingerprint_of,
     piece_digests,
     quoted_list,
     worker_pool,
@@ -440,7 +440,7 @@ class UpdateWriter:
                 self.observer.advance(source.tensors[tensor.name].nbytes)
             if layout.alias:
                 digests[layout.alias] = list(piece_digests(source, layout.alias, pool))
-            digest = combine(source.tensors, digests)
+            digest = fingerprint_of(source.tensors, digests)
             for keys in keys_of_owners:
                 check_base(base, keys, digest)
         lost = float((rounding[0] / rounding[1]).sqrt()) if rounding[1] > 0 else 0.0

@@ -25,8 +25,8 @@ from mpu_cli.files.reader import (
     WORD,
     Checkpoint,
     all_finite,
-    combine,
     compute_dtype,
+    fingerprint_of,
     piece_digest,
     piece_digests,
     piece_offsets,
@@ -118,7 +118,7 @@ class BaseScan:
         digests = {}
         for name in self.base.tensors:
             digests[name] = self._digests.get(name) or list(piece_digests(self.base, name, self.pool))
-        return combine(self.base.tensors, digests)
+        return fingerprint_of(self.base.tensors, digests)
 
     def content(self) -> str:
         """The content of the base, after every block was read: equal for models whose trained weights have equal names
