@@ -13,6 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -235,21 +236,15 @@ def fields_of(config: Mapping[str, object]) -> set[str]:
     inherited = {field.name for field in dataclasses.fields(PreTrainedConfig)}
     names: set[str] = set()
     classes: list[Any] = [CONFIG_MAPPING[kind]]
-    for _ in range(MOST_PARTS):
-        if not classes:
-            break
-        config_class = classes.pop()
-        if not hasattr(config_class, "sub_configs"):
-            continue
-        names |= {field.name for field in dataclasses.fields(config_class)} - inherited
-        names |= {*config_class.attribute_map, *config_class.attribute_map.values(), *config_class.sub_configs}
-        classes += [getattr(part, "config_class", part) for part in config_class.sub_configs.values()]
-        if config_class is CONFIG_MAPPING[kind]:
-            # Where the class of a part is AutoConfig, the part itself names its class.
-            for part in map(config.get, config_class.sub_configs):
-                part_kind = part.get("model_type") if isinstance(part, dict) else None
-                if isinstance(part_kind, str) and part_kind in CONFIG_MAPPING:
-                    classes.append(CONFIG_MAPPING[part_kind])
+    for part in map(config.get, getattr(classes[0], "sub_configs", ())):  # which may name its class itself
+        part_kind = part.get("model_type") if isinstance(part, dict) else None
+        if isinstance(part_kind, str) and part_kind in CONFIG_MAPPING:
+            classes.append(CONFIG_MAPPING[part_kind])
+    for config_class in islice(classes, MOST_PARTS):  # and those of its parts, which are added
+        if hasattr(config_class, "sub_configs"):
+            names |= {field.name for field in dataclasses.fields(config_class)} - inherited
+            names |= {*config_class.attribute_map, *config_class.attribute_map.values(), *config_class.sub_configs}
+            classes += [getattr(part, "config_class", part) for part in config_class.sub_configs.values()]
     # scale_attn_weights is GPT-2's switch for dividing scores by the square root of a head's size.
     harmful = {name for name in names if any(sign in name for sign in _HARMFUL)} - {"scale_attn_weights"}
     return {name for name in names - harmful if not name.startswith("_")}
