@@ -336,9 +336,10 @@ def _open_shards(index: Path, links: bool) -> Checkpoint:
     metadata: dict[str, str] | None = None
     headers = 0
     for shard in sorted(set(weight_map.values())):
-        if shard in ("", "..") or len(shard) > 255 or Path(shard).name != shard or "\\" in shard or "\0" in shard:
-            inside = not ({"", "..", "."} & set(re.split(r"[/\\]", shard))) and "\0" not in shard
-            where = "in a folder below" if inside else "outside"
+        parts = re.split(r"[/\\]", shard)
+        is_below = not {"", ".", ".."} & {*parts} and "\0" not in shard
+        if not is_below or len(parts) > 1 or len(shard) > 255:
+            where = "in a folder below" if is_below else "outside"
             raise MpuError(
                 f"{index}: refused to read shard {short(shard)}, which is {where} the index's directory",
                 "shards lie beside their index: move it there, and name it so in the index",
