@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mpu_cli.errors import MpuError, first_line
+from mpu_cli.errors import first_line
 from mpu_cli.files.boundary import LARGEST_TOKENIZER, read_json_object
 from mpu_cli.subprocesses import python_command, safe_environment
 
@@ -171,8 +171,8 @@ def _exchange(process: subprocess.Popen[bytes], request: list[object], seconds: 
     """Send a request; the line that comes back. Raises LimitError after ``seconds`` or ``longest`` bytes."""
     line = json.dumps(request).encode() + b"\n"
     stdin, stdout = process.stdin, process.stdout
-    if stdin is None or stdout is None:
-        raise MpuError("the process for templates and tokenizers has no pipes")
+    assert stdin is not None
+    assert stdout is not None
     writer = threading.Thread(target=_write, args=(stdin, line), daemon=True)  # both pipes could be full
     writer.start()
     ends = time.monotonic() + seconds

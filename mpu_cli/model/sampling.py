@@ -206,8 +206,6 @@ def sample(symmetries: Iterable[Symmetry], sizes: Mapping[str, int], draws: Call
                 maps |= _latent_heads(symmetry, source, sizes)
             case GroupedHeads():
                 maps |= _grouped_heads(symmetry, source, sizes)
-            case _:
-                raise TypeError(f"{symmetry}: not a symmetry")
     return maps
 
 

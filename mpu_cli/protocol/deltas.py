@@ -321,7 +321,7 @@ class LowRank:
         self._left_factor = left_factor
         self._rank = rank = left_factor.change.shape[1]
         wide = compute_dtype(*(NAME[dtype] for dtype in self.dtypes))
-        starts = range(0, len(right.change), rank) if len(right.change) else [0]
+        starts = range(0, len(right.change), rank)
         # (r, columns), one below the other for a stack
         self._right = torch.cat([right.rows(i, i + rank, wide).to(wide) for i in starts])
 
