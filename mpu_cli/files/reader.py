@@ -381,9 +381,9 @@ WORD = {name: word for word, name in OPTION.items()}
 LOST_TO_ROUNDING = 0.3  # warn if storing a change in its dtype loses more than this share of its norm
 
 
-def compute_dtype(*names: str) -> torch.dtype:
+def compute_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """The dtype to compute in: float64 if any of the tensors is float64, else float32."""
-    return torch.float64 if "F64" in names else torch.float32
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def all_finite(x: torch.Tensor) -> bool:

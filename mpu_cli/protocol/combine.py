@@ -457,7 +457,7 @@ class UpdateWriter:
         target, before = as_matrix(writer.tensor(tensor.name)), as_matrix(self.plan.base.checkpoint.tensor(tensor.name))
         changes = self._inverse_maps.changes(tensor)
         dtypes = [before.dtype, target.dtype, *(dtype for change in changes.values() for dtype in change.dtypes)]
-        dtype = compute_dtype(*(NAME[dtype] for dtype in dtypes))
+        dtype = compute_dtype(*dtypes)
         slices = row_slices([change.mapping for change in changes.values()] or [TensorMap(None, None)], *before.shape)
         measured = measured_slices(len(slices))
         rounded_rates = rates.to(dtype).tolist()

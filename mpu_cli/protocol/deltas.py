@@ -23,7 +23,6 @@ from mpu_cli.files.manifest import (
 )
 from mpu_cli.files.reader import (
     FLOATS,
-    NAME,
     Checkpoint,
     all_finite,
     compute_dtype,
@@ -320,7 +319,7 @@ class LowRank:
         self.mapping, self.dtypes = left_factor.mapping, (*left_factor.dtypes, *right.dtypes)
         self._left_factor = left_factor
         self._rank = rank = left_factor.change.shape[1]
-        wide = compute_dtype(*(NAME[dtype] for dtype in self.dtypes))
+        wide = compute_dtype(*self.dtypes)
         starts = range(0, len(right.change), rank)
         # (r, columns), one below the other for a stack
         self._right = torch.cat([right.rows(i, i + rank, wide).to(wide) for i in starts])
@@ -416,7 +415,7 @@ def invert(base: Model, delta: Delta, *, target: Path, transaction: Transaction,
 
 def _invert_tensor(pool: Executor, delta: Delta, name: str, *, part: FullRank, target: torch.Tensor) -> None:
     """Write ``part`` of the delta, mapped back, into ``target``."""
-    dtype = compute_dtype(NAME[target.dtype])
+    dtype = compute_dtype(target.dtype)
 
     def work(bounds: tuple[int, int]) -> None:
         undone = part.rows(*bounds, dtype)

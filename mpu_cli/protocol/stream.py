@@ -134,7 +134,7 @@ class BaseScan:
         info = self.base.tensors[tensor.name]
         raw, weights = self.base.raw(tensor.name), self.base.tensor(tensor.name).view(-1)
         other = self.pretrained[tensor.name].view(-1) if self.pretrained and not tensor.constant else None
-        dtype = compute_dtype(info.dtype)
+        dtype = compute_dtype(weights.dtype)
 
         def squares(x: torch.Tensor) -> float:
             return math.fsum(float(torch.dot(part, part)) for part in x.split(_SUM))
@@ -275,7 +275,7 @@ class CopyWriter:
         maps = [transform.of(tensor) for transform in self.transforms]
         subkeys = self.noise.subkeys(tensor.name, scales)
         stored = targets[0].dtype
-        dtype = compute_dtype(self.base.tensors[tensor.name].dtype, NAME[stored])
+        dtype = compute_dtype(weights.dtype, stored)
         if self.publication.calibration:
             dtype = torch.float64  # rounding the noise before adding it could leak the weight
 

@@ -17,7 +17,6 @@ from mpu_cli.files.folder import left_out
 from mpu_cli.files.manifest import read_copy_manifest
 from mpu_cli.files.randomness import Randomness
 from mpu_cli.files.reader import (
-    NAME,
     WEIGHTS_NAME,
     Checkpoint,
     TensorInfo,
@@ -152,7 +151,7 @@ class _Comparison:
             raise MpuError(f"{self._copy.path}: shape of {tensor.name!r} differs from the base")
         dtype = torch.float64  # that publish computed in
         if not self._keys.publication.calibration:
-            dtype = compute_dtype(NAME[clean.dtype], NAME[published.dtype])
+            dtype = compute_dtype(clean.dtype, published.dtype)
         scales = self._keys.scales(tensor.block)
         subkeys = self._noise.subkeys(tensor.name, scales)
         for start, stop in row_slices([mapping], *clean.shape):
