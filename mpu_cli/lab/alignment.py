@@ -97,6 +97,11 @@ def match_signed(
     return AxisMap(order, signs=signs)
 
 
+def match_axis(copy: torch.Tensor, target: torch.Tensor, *, signed: bool) -> AxisMap:
+    """The map of an axis that permutes the rows of ``target`` and, if it is ``signed``, changes their signs."""
+    return match_signed(copy, target) if signed else AxisMap(match_rows(copy, target))
+
+
 def subspace_overlap(copy: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """The overlap of the spaces that two heads span, regardless of rotation: ‖A Bᵀ‖²/(‖A Aᵀ‖·‖B Bᵀ‖), (heads,
     heads)."""
@@ -275,8 +280,7 @@ class LayerAlignment:
         elif symmetry.name.endswith("ffn"):
             self._maps |= self._neurons(symmetry)
         elif symmetry.name in (*LATENTS, *ORDERED):
-            pair = self._inner_features(symmetry.axes[0])
-            axis_map = match_signed(*pair) if symmetry.signed else AxisMap(match_rows(*pair))
+            axis_map = match_axis(*self._inner_features(symmetry.axes[0]), signed=bool(symmetry.signed))
             self._inner_maps |= _with_signs_of(symmetry, axis_map)
 
     @align.register
@@ -460,7 +464,7 @@ def residual_map(layout: Layout, copy: Tensors, target: Tensors, symmetries: str
     # that mean; the mean of a column changes its sign with the column.
     rows = [tensors[embedding.name][:EMBEDDING_ROWS].float() for tensors in (copy, target)]
     copy_columns, target_columns = ((x - x.mean(0 if signed else 1, keepdim=True)).T for x in rows)
-    return match_signed(copy_columns, target_columns) if signed else AxisMap(match_rows(copy_columns, target_columns))
+    return match_axis(copy_columns, target_columns, signed=signed)
 
 
 def model_maps(
@@ -477,7 +481,7 @@ def model_maps(
     ]
     places = places_of(layout, [projection], "channel")
     pair = features(undo(layout, [projection], copy, maps), places), features(target, places)
-    channel_map = match_signed(*pair) if channels[0].signed else AxisMap(match_rows(*pair))
+    channel_map = match_axis(*pair, signed=bool(channels[0].signed))
     return maps | {"channel": channel_map, "|channel|": AxisMap(channel_map.order)}
 
 

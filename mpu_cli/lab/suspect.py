@@ -307,21 +307,19 @@ class Suspect:
 def match_suspect(source: str, checkpoint: Checkpoint, base: Checkpoint, layout: Layout) -> Suspect:
     """The suspect with the names of the base's tensors, if both have as many layers; else see ``match_layers``."""
     prefix = layout.family.prefix
-    with_prefix = {name if name.startswith(prefix) else prefix + name: name for name in checkpoint.tensors}
+    without_prefix = {name.removeprefix(prefix): name for name in checkpoint.tensors}
     names = {}
     for tensor in layout.parameters:
-        full = tensor.name if tensor.name.startswith(prefix) else prefix + tensor.name
-        stored_name = tensor.name if tensor.name in checkpoint.tensors else with_prefix.get(full)
+        in_either_form = without_prefix.get(tensor.name.removeprefix(prefix))
+        stored_name = tensor.name if tensor.name in checkpoint.tensors else in_either_form
         if stored_name is None and tensor.axes[0] == VOCABULARY:  # an embedding that is stored as the head tied to it
             heads = [head for head in layout.family.heads if head not in layout.tensors]
             stored_name = next((head for head in heads if head in checkpoint.tensors), None)
         if stored_name is None:
             continue
-        if checkpoint.tensors[stored_name].dtype not in FLOATS:
-            raise MpuError(
-                f"{source}: {stored_name!r} is stored as {checkpoint.tensors[stored_name].dtype}",
-                "dequantise the model first",
-            )
+        dtype = checkpoint.tensors[stored_name].dtype
+        if dtype not in FLOATS:
+            raise MpuError(f"{source}: {stored_name!r} is stored as {dtype}", "dequantise the model first")
         names[tensor.name] = stored_name
     if not any(layout.tensors[name].axes[0] in EMBEDDING for name in names) or len(names) < 2:
         raise MpuError(f"{source}: has none of the tensors of {base.path}, so it has another architecture")
