@@ -195,11 +195,14 @@ class TestOptionsFromAFile:
         assert "other.bin: cannot read" in mpu("--config=mpu.toml", "aggregate", "x", check=False, cwd=root).err
 
     def test_several_files_of_records(self, mpu: Callable, root: Path) -> None:
-        """In a list, as with the option given twice; and as Python gives them: names may have commas."""
-        write_records(root / "more, of them.jsonl", 3, 7)
+        """In a list, as with the option given twice; and as Python gives them: names may have commas, or begin with a
+        hyphen."""
+        for name in ("more, of them.jsonl", "-more.jsonl"):
+            write_records(root / name, 3, 7)
         (root / "mpu.toml").write_text('[unlearn]\nforget = ["forget.jsonl", "more, of them.jsonl"]\n')
         twice = ("--forget", "forget.jsonl", "--forget", "more, of them.jsonl")
-        for given in (("--config", "mpu.toml"), twice):
+        hyphen = ("--forget", "forget.jsonl", "--forget", "-more.jsonl")
+        for given in (("--config", "mpu.toml"), twice, hyphen):
             assert "9 records to forget" in mpu("unlearn", "base", "--dry-run", *given, cwd=root).out
         command = Unlearn.of("base", forget=[root / "forget.jsonl", root / "more, of them.jsonl"])
         assert len(read_records(command.unlearning.records.forget)) == 9
