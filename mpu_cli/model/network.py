@@ -179,7 +179,7 @@ class Logits:
 
     def whole(self) -> torch.Tensor:
         """All of them at once."""
-        return _wide(self.states if self.head is None else self.head(self.states))
+        return at_least_float32(self.states if self.head is None else self.head(self.states))
 
     def log_probs(self, targets: torch.Tensor) -> torch.Tensor:
         """log p of each token's target: (tokens,)."""
@@ -246,7 +246,7 @@ class _LogProbs(torch.autograd.Function):
         for part, chunk_targets in zip(states.split(ctx.step), targets.split(ctx.step), strict=True):
             logits = None  # or two chunks exist while the next is computed
             with faster_product(part, weight.T):
-                logits = _wide(linear(part, weight, bias))
+                logits = at_least_float32(linear(part, weight, bias))
             rows_at_once = SOFTMAX_ROWS if logits.device.type == "cpu" else len(logits)
             sums += [rows.logsumexp(1) for rows in logits.split(rows_at_once)]
             target_logits.append(logits.gather(1, chunk_targets[:, None])[:, 0])
@@ -265,7 +265,11 @@ class _LogProbs(torch.autograd.Function):
             part = slice(start, start + ctx.step)
             logits = None
             with faster_product(states[part], weight.T):
-                logits = _wide(linear(states[part], weight, bias)) if ctx.chunk_logits is None else ctx.chunk_logits
+                logits = (
+                    at_least_float32(linear(states[part], weight, bias))
+                    if ctx.chunk_logits is None
+                    else ctx.chunk_logits
+                )
             ctx.chunk_logits = None
             chunk_gradient, chunk_targets = gradient[part, None], targets[part, None]
             # ∂ log p(target) / ∂ logits = onehot(target) − softmax(logits)
@@ -289,7 +293,8 @@ class _LogProbs(torch.autograd.Function):
         return of_states, of_weight, of_bias, None
 
 
-def _wide(x: torch.Tensor) -> torch.Tensor:
+def at_least_float32(x: torch.Tensor) -> torch.Tensor:
+    """``x`` in float32 or, if it is wider, as it is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

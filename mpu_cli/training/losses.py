@@ -17,7 +17,7 @@ import torch
 from torch.nn.functional import cross_entropy, kl_div, logsigmoid, mse_loss
 
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.model.network import Head, Logits
+from mpu_cli.model.network import Head, Logits, at_least_float32
 from mpu_cli.options.declare import declared_options
 from mpu_cli.options.unlearning import AlgorithmOptions
 from mpu_cli.plugins import load_plugin, reporting_errors
@@ -91,10 +91,6 @@ class Constants:
     coefficient: float = 2.0
     retain_limit: float = 0.05
     dual_rate: float = 0.0
-
-
-def _wide(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def locate_answers(labels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -222,7 +218,7 @@ def wga(forget: Scores, alternate: Scores | None, constants: Constants) -> torch
 def rmu(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
     """Token mean of ‖h − c·u‖²/width: steers a layer's hidden states to a random unit vector u (Li et al., 2024)."""
     assert forget.hidden is not None  # as ``Algorithm.hidden`` asks for them
-    hidden = _wide(forget.hidden)
+    hidden = at_least_float32(forget.hidden)
     target = (constants.coefficient * forget.reference).to(hidden)
     return forget.token_mean(mse_loss(hidden, target.expand_as(hidden), reduction="none").mean(-1))
 
@@ -245,7 +241,7 @@ def retain_kl(retain: Scores) -> torch.Tensor:
 def retain_hidden(retain: Scores) -> torch.Tensor:
     """Token mean of ‖h − h_ref‖²/width (RMU's own retain term)."""
     assert retain.hidden is not None  # as ``Objective.reads_layer`` asks for them
-    hidden = _wide(retain.hidden)
+    hidden = at_least_float32(retain.hidden)
     return retain.token_mean((hidden - retain.reference.to(hidden)).square().mean(-1))
 
 

@@ -318,9 +318,9 @@ def test_an_option_by_the_name_that_other_tools_have(mpu, root):
     """On the command line, in a file of options and in a recipe."""
     (root / "mpu.toml").write_text("[unlearn]\nlearning_rate = 1e-4\n")
     (root / "sweep.toml").write_text('base = "base"\nlearning_rate = 1e-4\n')
-    mpu("unlearn", "base", "--learning-rate", "1e-4", refused="--lr)", status=2, cwd=root)
+    mpu("unlearn", "base", "--learning-rate", "1e-4", refused="--lr", status=2, cwd=root)
     refused = mpu("unlearn", "base", "--copies", 2, refused="No such option", status=2, cwd=root)  # an argument's name
-    assert "--copies)" not in refused.err
+    assert not re.search(r"--copies\)|mean '--copies'", refused.err)
     mpu("--config", "mpu.toml", "unlearn", "base", refused="did you mean lr?", status=2, cwd=root)
     mpu("sweep", "sweep.toml", refused="did you mean lr?", status=2, cwd=root)
     for name, ours in OTHER_NAMES.items():
