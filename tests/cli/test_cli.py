@@ -20,7 +20,6 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from mpu_cli.cli import output
-from mpu_cli.demo.model import make_people
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.measuring.encoding import TrainedEncoder
 from mpu_cli.measuring.scoring import Scorer
@@ -30,7 +29,6 @@ from mpu_cli.records.read import read_records
 from mpu_cli.training.ledger import LedgerEntry
 from tests.helpers.attacks import edit
 from tests.helpers.models import load, random_model, save, write_records
-from tests.helpers.paths import ROOT
 from tests.helpers.shapes import make
 from tests.helpers.stopping import stop_when
 from tests.helpers.trainings import BRIEF
@@ -49,42 +47,6 @@ def forget_loss(model, folder):
     items = TrainedEncoder(Encoding(tokenizer)).questions(read_records(folder / "forget.jsonl"))
     losses = torch.cat([scores.losses for scores in Scorer(network).score(items, batch_size=32)])
     return float(losses.mean())
-
-
-@pytest.mark.slow
-def test_the_commands_of_readme(workplace, demo, shell):
-    """README's four steps, as they stand there, with a trained model in the place of the demo's."""
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    [block] = re.findall(r"^## The four steps\n.*?```sh\n(.*?)```", readme, re.S | re.M)
-    model, records = workplace / "mpu-demo/models/target", workplace / "mpu-demo/records"
-    shutil.copytree(demo.model, model)
-    # A public model that fine-tuning has changed by a hundredth of its weights.
-    public = shutil.copytree(demo.model, model.with_name("public"))
-    draw = torch.Generator().manual_seed(0)
-    weights = load_file(public / "model.safetensors")
-    moved = {
-        name: w + 0.01 * w.std() * torch.randn(w.shape, generator=draw) if w.dim() > 1 else w
-        for name, w in weights.items()
-    }
-    save_file(moved, public / "model.safetensors", {"format": "pt"})
-    records.mkdir()
-    for name in ("forget", "retain"):
-        shutil.copy(workplace / f"{name}.jsonl", records)
-    unseen = make_people(12, 0)[10:]  # of whom the first ten are the model's
-    (records / "unseen.jsonl").write_text("".join(json.dumps(row) + "\n" for person in unseen for row in person))
-    # With 24 records to train on besides, whether this model keeps enough depends on the draw of the noise. That the
-    # records are forgotten does not, and .ci/run requires that the demo's own model passes.
-    done = shell(f"set -e\n{block.rstrip()} || [ $? = 1 ]")
-    assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
-    assert lines[-1].startswith(("pass: ", "fail: "))
-    assert lines[: lines.index("round_2/copy_1") + 1] == [
-        "copy_1",
-        "deltas/copy_1.safetensors",
-        "unlearned",
-        "round_2/copy_1",
-    ]
-    assert forget_loss(workplace / "unlearned", workplace) > forget_loss(model, workplace)
 
 
 @pytest.mark.slow

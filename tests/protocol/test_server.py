@@ -129,15 +129,14 @@ class TestAggregate:
     @pytest.mark.slow
     def test_copies_trained_otherwise_are_told(self, mpu, tmp_path, base):
         """Each one is a valid delta by itself: only a comparison shows that they do not belong together."""
-        for name in ("forget", "retain"):
-            write_records(tmp_path / f"{name}.jsonl", 4, 1)
+        for seed, name in enumerate(("forget", "retain")):
+            write_records(tmp_path / f"{name}.jsonl", 4, seed)
         mpu("publish", base, "--copies", 2, cwd=tmp_path)
         common = ("--epochs", 1, "--reading", "template=plain", "--force")
         mpu("unlearn", "copy_1", "--algo", "npo", *common, cwd=tmp_path)
         for options, complaint in (
             (("--algo", "npo"), None),
             (("--algo", "graddiff"), "copies 1 and 2 were trained with different options or seed"),
-            (("--algo", "npo", "--lr", 1e-3), "copies 1 and 2 were trained with different options or seed"),
         ):
             mpu("unlearn", "copy_2", *options, *common, cwd=tmp_path)
             for dry in ((), ("--dry-run",)) if complaint else ():

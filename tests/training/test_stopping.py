@@ -340,11 +340,19 @@ def dies_at_evaluation(number: float, steps: list[int], score: Callable) -> Call
     return score_or_die
 
 
+CANCELLING, PERMANENT = ("--copies", 2, "--kappa", 0.001), ("--copies", 1, "--permanent-noise", 0.05, "--kappa", 0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "noise", [("--copies", 2, "--kappa", 0.001), ("--copies", 1, "--permanent-noise", 0.05, "--kappa", 0)]
+    ("noise", "options"),
+    [
+        (CANCELLING, ()),
+        (PERMANENT, ("--lora", "rank=4")),
+        pytest.param(CANCELLING, ("--lora", "rank=4"), marks=pytest.mark.exhaustive),
+        pytest.param(PERMANENT, (), marks=pytest.mark.exhaustive),
+    ],
 )
-@pytest.mark.parametrize("options", [(), ("--lora", "rank=4")])
 def test_a_training_killed_at_an_evaluation_is_the_same_training(
     mpu: Callable, tmp_path: Path, demo: DemoModel, monkeypatch: pytest.MonkeyPatch, noise: tuple, options: tuple
 ) -> None:
