@@ -239,12 +239,12 @@ class TestDate:
 class TestTags:
     @pytest.fixture
     def deltas(self, mpu: Callable, root: Path) -> Callable[..., str]:
-        """Trains both copies, the second with other options, and returns aggregate's messages."""
+        """Trains the second copy, with other options than the first, and returns aggregate's messages."""
         publish(mpu, root, "base", 1)
+        mpu("unlearn", "r1/copy_1", *TRAINING, "--out", "d/1.safetensors", cwd=root)
 
         def train(*other: object) -> str:
-            for k, more in ((1, ()), (2, other)):
-                mpu("unlearn", f"r1/copy_{k}", *TRAINING, *more, "--out", f"d/{k}.safetensors", "--force", cwd=root)
+            mpu("unlearn", "r1/copy_2", *TRAINING, *other, "--out", "d/2.safetensors", "--force", cwd=root)
             return mpu(
                 "aggregate", "d", "--keys", "r1/keys.bin", "--out", "new", "--trust-deltas", "--force", cwd=root
             ).err
