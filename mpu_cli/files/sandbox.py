@@ -220,7 +220,7 @@ class _Worker:
             import_module("transformers.models.auto.tokenization_auto")
         return str
 
-    def render(self, **options: Any) -> Work:
+    def render(self, /, **options: Any) -> Work:  # a special token may be called self
         from transformers.utils.chat_template_utils import render_jinja_template
 
         def text(dialogue: object) -> str:

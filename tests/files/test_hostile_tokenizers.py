@@ -84,6 +84,14 @@ class TestAChatTemplateThatNeverEnds:
         [text] = forms.render(tokenizer, [[{"role": "user", "content": "w4"}]], generation_prompt=False)
         assert "w4" in str(text)
 
+    def test_a_special_token_called_as_an_argument_of_ours_is_the_templates_fault(
+        self, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        _, tokenizer = load(root / "base", torch.float32, "cpu")
+        monkeypatch.setattr(type(tokenizer), "special_tokens_map", property(lambda _: {"self": "w9"}))
+        [outcome] = forms.render(tokenizer, [[{"role": "user", "content": "w4"}]], generation_prompt=False)
+        assert isinstance(outcome, forms.TemplateError)
+
 
 class TestAClassByName:
     """transformers takes whatever class it has by the name in tokenizer_config.json or config.json."""
