@@ -6,7 +6,6 @@ import fnmatch
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from mpu_cli.errors import MpuError, UsageError
@@ -73,9 +72,8 @@ def supported_family(config: Mapping[str, object], where: str) -> Family:
 class Architecture:
     """A family applied to one config: the sizes of its axes, which tensors it has, and what decides its symmetries."""
 
-    def __init__(self, config: Mapping[str, object], where: str, family: Family | None = None):
-        self.family = family or supported_family(config, where)
-        self._where, self._config_file = where, config
+    def __init__(self, family: Family, config: Mapping[str, object], where: str):
+        self.family, self._where, self._config_file = family, where, config
         self._config = self._with_defaults(config)
         self.sizes: dict[str, int] = {}
         for size, source in self.family.sizes.items():
@@ -217,9 +215,7 @@ class Architecture:
             return list(family.layer_tensors)
         return [part for tensor in family.layer_tensors for part in tensor.in_files()]
 
-    def tensors(
-        self, layer_tensors: Iterable[Tensor], here: Callable[[str], str] = lambda name: name
-    ) -> dict[str, TensorLayout]:
+    def tensors(self, layer_tensors: Iterable[Tensor], here: Callable[[str], str]) -> dict[str, TensorLayout]:
         """The tensors of the table, with these ``layer_tensors``, by the names that they have ``here``."""
         layouts: dict[str, TensorLayout] = {}
 
@@ -366,28 +362,10 @@ def layout_of(tensors: Mapping[str, TensorInfo], config: Mapping[str, object], w
     variants = variants_of(supported_family(config, where))
     family = max(variants, key=lambda variant: sum(tensor.name in tensors for tensor in variant.tensors))
     try:
-        return _layout(Architecture(config, where, family), tensors, where)
+        return _layout(Architecture(family, config, where), tensors, where)
     except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:  # a config may hold anything
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
         raise MpuError(f"{where}: config.json does not describe a {config['model_type']} model ({reason})") from error
-
-
-def expected_tensors(config: Mapping[str, object]) -> dict[str, TensorInfo]:
-    """The tensors that files of a model with this config hold, in float32, as its family's table has them.
-
-    For models without files; of what surrounds a language model, only what writes into it.
-    """
-    architecture = Architecture(config, "config")
-    try:
-        expected = architecture.tensors(architecture.arranged_as({}))
-    except KeyError as error:
-        raise MpuError(f"config: does not say how large {error} is") from error
-    unstored = architecture.family.heads if architecture.is_tied(None) else ()
-    return {
-        name: TensorInfo(name, "F32", architecture.shape(tensor), Path(), 0)
-        for name, tensor in expected.items()
-        if name not in unstored
-    }
 
 
 def _layout(architecture: Architecture, tensors: Mapping[str, TensorInfo], where: str) -> Layout:
