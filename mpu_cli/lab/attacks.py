@@ -412,8 +412,11 @@ def weighted_mean(aligned: Sequence[Tensors], weights: torch.Tensor) -> dict[str
 
 def differences(aligned: Sequence[Tensors], public: Tensors) -> torch.Tensor:
     """Inner products of the ``aligned`` copies' differences from ``public`` over a block: float64 (copies, copies)."""
-    flat = [torch.cat([(copy[name] - p).flatten() for name, p in public.items()]).double() for copy in aligned]
-    return torch.stack(flat) @ torch.stack(flat).T
+    gram = torch.zeros(len(aligned), len(aligned), dtype=torch.float64)
+    for name, reference in public.items():  # one by one, because a block may be the embedding of a large vocabulary
+        distances = torch.stack([(copy[name] - reference).flatten() for copy in aligned]).double()
+        gram += distances @ distances.T
+    return gram
 
 
 def nearest(gram: torch.Tensor) -> torch.Tensor:
