@@ -289,7 +289,7 @@ def _on_leakage(plan: PublishPlan, leakage: Hidden) -> Iterator[Remark]:
             f"model, too: {leakage.with_earlier:.0%}",
             is_warning=leakage.with_earlier < MIN_HIDDEN_ERROR <= leakage.one_copy,
         )
-    if publication.max_noise is not None and leakage.one_copy < MIN_HIDDEN_ERROR:
+    if publication.max_noise is not None and publication.shared_kappa and leakage.one_copy < MIN_HIDDEN_ERROR:
         yield Remark(
             f"the noise is limited so that the copies are not ruined, and hides only {leakage.one_copy:.0%} of what "
             f"fine-tuning changed; unlimited: --copies 1 --permanent-noise {publication.shared_kappa:g} "

@@ -457,6 +457,13 @@ class TestWhatThePublisherIsTold:
 class TestPermanentNoise:
     """Without a seed it is the same in every publication of a base, so that they cannot be averaged."""
 
+    def test_nobody_is_advised_to_do_without_noise(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        """--max-noise limits noise that cancels, too, which is not what a single copy would have."""
+        public = save(random_model("llama", seed=1), tmp_path / "public")
+        warnings = mpu("publish", base, "--public", public, "--kappa", 1, "--max-noise", 0.02, cwd=tmp_path).err
+        assert "a client that gets all copies takes the noise off; if one does, use --permanent-noise" in warnings
+        assert "--permanent-noise 0" not in warnings
+
     def test_draws_for_models_that_an_update_tells_apart_are_counted(
         self, mpu: Callable, tmp_path: Path, base: Path
     ) -> None:
