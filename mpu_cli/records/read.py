@@ -209,7 +209,7 @@ class _SplitOfCard(Document):
 
 
 class _ConfigOfCard(Document, omit_defaults=True):
-    config_name: Word = "default"
+    config_name: Word  # which datasets asks for
     data_files: (
         Pattern | Annotated[list[Pattern | _SplitOfCard], Meta(max_length=1000)] | dict[Word, Patterns] | None
     ) = None

@@ -48,7 +48,8 @@ class TestRecords:
     @pytest.mark.parametrize(
         "front",
         [
-            "configs: [5]", "configs: {a: b}", "a: [", "configs:\n- data_files: 5",
+            "configs: [5]", "configs: {a: b}", "a: [", "configs:\n- data_files: a.jsonl",
+            "configs:\n- config_name: default\n  data_files: 5",
             "a: &a [x, x]\nb: &b [*a, *a]\nconfigs: *b",
             "configs:\n- config_name: default\n  data_files: [[[[a]]]]",
         ],
