@@ -19,7 +19,7 @@ import msgspec
 from msgspec import Meta
 
 from mpu_cli.errors import MpuError
-from mpu_cli.files.boundary import Count, Document, Scale, parse_document
+from mpu_cli.files.boundary import Above0, Count, Document, Scale, parse_document
 from mpu_cli.files.resumption import alone_with_private, append_line, read_lines
 from mpu_cli.files.sealing import default_identity_path, own_secret
 from mpu_cli.plugins import extension
@@ -60,9 +60,9 @@ class RoundSchedule:
     """The schedule that all copies of a round have to share for the noise to cancel, as the first one settled it."""
 
     steps: Count
-    level: Annotated[float, Meta(gt=-100, lt=0)]  # of the hinge loss, in nats per token
-    scale: Annotated[float, Meta(gt=0, lt=10)]  # the share of the change that is returned
-    alpha: Annotated[float, Meta(ge=0, lt=1e6)]  # the weight of the retain term
+    level: Annotated[float, Meta(ge=-1e300, lt=0)]  # of the hinge loss, in nats per token
+    scale: Above0  # the share of the change that is returned
+    alpha: Scale  # the weight of the retain term
 
 
 @dataclass(frozen=True)

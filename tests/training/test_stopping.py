@@ -25,6 +25,7 @@ from mpu_cli.records.knowledge import Probabilities, error_of_share_left, share_
 from mpu_cli.records.read import read_records
 from mpu_cli.training import stopping
 from mpu_cli.training.data import Dataset
+from mpu_cli.training.ledger import LedgerEntry, RoundSchedule, read_ledger, write_down, write_round_schedule
 from mpu_cli.training.stopping import (
     LEAST_HELD_OUT,
     SHARE_MARGIN,
@@ -52,6 +53,15 @@ def test_what_is_held_out_does_not_depend_on_the_order(count: int) -> None:
     assert len(data.held_out) + len(data.retain) == count
     assert len(data.held_out) >= min(LEAST_HELD_OUT, count // 2)
     assert hold_out(Dataset(records[:1], records), 0).held_out == ()
+
+
+def test_the_ledger_reads_every_schedule_that_options_allow(tmp_path: Path) -> None:
+    """--constants takes any level below 0 and any α from 0 on: a ledger with one it does not read would be damaged."""
+    entry = LedgerEntry(identity="a", run="b", round=1, copy=1, weights="c", algorithm="hinge", records=1)
+    write_down(tmp_path / "ledger.jsonl", entry, delta=1e-5, budget=None)
+    for schedule in (RoundSchedule(10, -150.0, 1.0, 2e6), RoundSchedule(10, -1e-9, 12.0, 0.0)):
+        write_round_schedule(tmp_path / "ledger.jsonl", "a", schedule)
+        assert [entry.schedule for entry in read_ledger(tmp_path / "ledger.jsonl")] == [schedule]
 
 
 def test_what_is_left_does_not_change_with_what_a_stranger_knows() -> None:
