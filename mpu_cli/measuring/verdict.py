@@ -15,7 +15,15 @@ from statistics import fmean
 
 import numpy as np
 
-from mpu_cli.records.knowledge import Probabilities, Tail, records_above, share_kept, share_left, tail_of
+from mpu_cli.records.knowledge import (
+    Probabilities,
+    Tail,
+    records_above,
+    records_still_known,
+    share_kept,
+    share_left,
+    tail_of,
+)
 
 CONFIDENCE = 0.95  # of the intervals
 RESAMPLES = 2000
@@ -229,8 +237,11 @@ def judge(
 
 
 def records_that_stand_out(after: Scores, before: Scores, public: Scores | None, max_left: float) -> list[int]:
-    """The numbers of the records to forget that stand out from the baseline; none without one. For the client alone."""
-    return records_above(_probabilities(after), _known(before), _known(public), max_left) or []
+    """The numbers of the records to forget that stand out from the baseline, and of those that are still known, which
+    may be hardly known on the whole; none without a baseline. For the client alone."""
+    now, then, baseline = _probabilities(after), _known(before), _known(public)
+    above = records_above(now, then, baseline, max_left) or []
+    return sorted({*above, *records_still_known(now, then, baseline, max_left)})
 
 
 def _tail(after: Scores, before: Scores, public: Scores | None, max_left: float) -> Tail | None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 
 import numpy as np
 
@@ -132,9 +131,12 @@ def records_still_known(
     and which no chance explains.
 
     Chance explains a record that is no more probable than the baseline's most probable one, or than one more of a
-    normal distribution that its log-probabilities above their median fit (CHANCE for all records together). None where
-    the baseline has a record as probable as one that is half known: then ``Tail`` counts what chance allows.
+    normal distribution that its log-probabilities above their median fit (CHANCE for all records together; by
+    Student's t, which also has the chance in the few that the fit is from). None where the baseline has a record as
+    probable as one that is half known: then ``Tail`` counts what chance allows.
     """
+    from scipy.stats import t
+
     baseline = public.forget if after.unseen is None and public else after.unseen
     scatter = _scatter(after, public)
     if before is None or baseline is None or scatter is None or len(baseline) < 2:
@@ -147,9 +149,10 @@ def records_still_known(
     logs = np.log(np.maximum(baseline, 1e-30))
     median = np.median(logs)
     above = logs[logs >= median] - median  # how far the least probable ones are below is irrelevant
-    deviations = NormalDist().inv_cdf(1 - (1 - CHANCE) / len(excess))
-    limit = max(baseline.max(), math.exp(median + deviations * math.sqrt(np.square(above).mean())))
-    return np.flatnonzero((excess > share * np.maximum(known, LEAST_KNOWN)) & (after.forget > limit)).tolist()
+    deviations = t.ppf(1 - (1 - CHANCE) / len(excess), len(logs) - 1)
+    limit = max(logs.max(), median + deviations * math.sqrt(np.square(above).mean()))
+    is_unlikely = np.log(np.maximum(after.forget, 1e-30)) > limit
+    return np.flatnonzero((excess > share * np.maximum(known, LEAST_KNOWN)) & is_unlikely).tolist()
 
 
 def records_above(

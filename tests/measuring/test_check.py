@@ -30,7 +30,7 @@ from mpu_cli.measuring.receipt import CopyFacts, Signature, as_text, new_receipt
 from mpu_cli.measuring.verdict import RecordScores, SetScore, Share, Verdict, judge, records_that_stand_out
 from mpu_cli.observer import SILENT
 from mpu_cli.protocol.updates import Update, write_update
-from mpu_cli.records.knowledge import Tail
+from mpu_cli.records.knowledge import Probabilities, Tail, records_still_known
 from tests.helpers.attacks import CHECK, check_receipt, edit, publish_copy
 from tests.helpers.models import DemoModel, random_model, save
 
@@ -166,6 +166,31 @@ def test_few_sets_that_nobody_saw_have_too_many_records_that_stand_out() -> None
             earlier = before | {"unseen": after["unseen"]}
             failed += judge(after, earlier, max_left=0.05, min_kept=0.95).stands_out
         assert failed <= 0.08 * 200
+
+
+@pytest.mark.parametrize("unseen", [3, 5, 10, 60])
+def test_few_unseen_records_do_not_make_chance_look_like_knowledge(unseen: int) -> None:
+    """At most about one in twenty sets that nobody saw has a record that is still known, from however few records the
+    baseline is."""
+    draw = np.random.default_rng(0)
+    for a, b in ((4, 10), (2, 6)):
+        failed = 0
+        for _ in range(200):
+            baseline = list(draw.beta(a, b, unseen))
+            after, before = (Probabilities.of(forget, baseline) for forget in (draw.beta(a, b, 200), [0.97] * 200))
+            failed += bool(records_still_known(after, before, None, 0.05))
+        assert failed <= 0.08 * 200
+
+
+def test_a_record_that_was_hardly_known_and_still_is_has_a_name() -> None:
+    """It is below what the others would have to have left to stand out."""
+    unseen = scores(*[0.001, 0.002] * 30)
+    before = {"forget": scores(*[0.97] * 39, 0.04), "unseen": unseen, "held_out": scores(*[0.9] * 40)}
+    after = before | {"forget": scores(*[0.001] * 39, 0.04)}
+    tail = judge(after, before, max_left=0.05, min_kept=0.95).tail
+    assert tail is not None
+    assert (tail.above, tail.still_known) == (0, 1)
+    assert records_that_stand_out(after, before, None, 0.05) == [39]
 
 
 def test_turns_of_one_dialogue_do_not_narrow_the_interval() -> None:
