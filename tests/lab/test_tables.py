@@ -232,6 +232,6 @@ def test_the_dry_run_of_a_grid_warns_as_its_experiments_do(mpu: Callable, tmp_pa
         'base = "base"\nforget = "forget.jsonl"\nretain = "retain.jsonl"\nalgo = ["npo", "graddiff"]\nkappa = 0.01\n'
         'copies = 2\nepochs = 1\n[eval]\nbenchmark = "qa"\nforget = "forget.jsonl"\n'
     )
-    warning = "also in the retain set, which works against forgetting"  # of trainings; evaluations have one of their own
+    warning = "also in the retain set, which works against forgetting"  # of trainings; evaluations have another
     assert mpu("sweep", "grid.toml", "--dry-run", cwd=tmp_path).err.count(warning) == 1
     assert mpu("sweep", "grid.toml", cwd=tmp_path).err.count(warning) == 2
