@@ -50,8 +50,9 @@ class Check(Command):
 
     Passes if at most 5 % is left of what was known of --forget records (and the interval over records ends below
     10 %), none is left by more than half, no more stand out than of unseen records, and at least 95 % of --retain
-    records is kept, all measured against --before. What --unseen records or --public say a stranger knows does not
-    count, and no record makes up for another. Prints a table and the verdict; exits with status 1 unless it is a pass.
+    records is kept, all measured against --before. The baseline, what a model guesses that never saw them, by --unseen
+    records or --public, does not count, and no record makes up for another. Prints a table and the verdict; exits with
+    status 1 unless it is a pass.
     """
 
     NAME = "check"
@@ -214,7 +215,7 @@ class Check(Command):
         _tell_shares(verdict, observer)
         if self.show:
             locations = ", ".join(record.location for record in checked.records)
-            observer.note(f"known better than nearly all strangers: {locations or 'no record'}")
+            observer.note(f"records that stand out: {locations or 'none'}")
         if checked.receipt and checked.receipt.client:
             observer.note(
                 f"{self.receipt}: holds no records, only rounded shares, which tell less about them than "
@@ -273,9 +274,9 @@ def _tell_shares(verdict: Verdict, observer: Observer) -> None:
         )
     if tail := verdict.tail:
         observer.note(
-            f"known better than 95 % of strangers: {tail.above} of {tail.records} records, where {tail.above_allowed} "
-            f"may be; word for word: {tail.verbatim}, where {tail.verbatim_allowed} may be; more than half of what was "
-            f"known left: {tail.still_known}, where none may be"
+            f"above 95 % of the baseline: {tail.above} of {tail.records} records, where {tail.above_allowed} may be; "
+            f"word for word: {tail.verbatim}, where {tail.verbatim_allowed} may be; more than half of what was known "
+            f"left: {tail.still_known}, where none may be"
         )
     if verdict.kept:
         trained = f"; of those trained on, {verdict.kept_trained.estimate:.0%}" if verdict.kept_trained else ""

@@ -265,7 +265,7 @@ def _tell_measured(document: Document, observer: Observer) -> None:
             f"its limits are laxer than the usual ones, {usual.max_left:.0%} left and {usual.min_kept:.0%} kept"
         )
     if document.public:
-        observer.note(f"what a stranger knows is what the model {document.public} knows, by the client's word")
+        observer.note(f"the baseline is the knowledge of the model {document.public}, by the client's word")
     if not same_reading_context(document):
         observer.warn(
             "the copy reads records otherwise than the one that was trained on: the shares say little of the model"

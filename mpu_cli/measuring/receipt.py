@@ -228,7 +228,7 @@ def contradiction_in(receipt: Receipt) -> str | None:
     if not _is_a_day(receipt.date) or (receipt.checked and not _is_a_day(receipt.checked.date)):
         return "its date is no day"
     if (receipt.stands_out is None) == ("unseen" in receipt.sets or receipt.public is not None):
-        return "it has no word on records that stand out, or nothing that says what a stranger knows"
+        return "it says nothing of records that stand out, or has no baseline for them"
     if (receipt.left is None) != (receipt.left_high is None):
         return "it has one of left and left_high"
     if receipt.left is not None and receipt.left_high is not None and receipt.left_high < receipt.left:

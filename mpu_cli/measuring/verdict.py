@@ -128,7 +128,7 @@ class Verdict:
     def sentence(self) -> str:
         """The verdict, for people."""
         if self.is_too_far:
-            forgetting = "forgotten beyond what a stranger knows"
+            forgetting = "forgotten beyond the baseline"
         elif self.is_forgotten is None:
             forgetting = f"forgetting is undecided ({self._lacking_of_left})"
         elif self.is_forgotten:
@@ -173,7 +173,7 @@ class Verdict:
                 "--step, and publishes the model that it gets for another check"
             )
         if self.is_forgotten is None and self.left is not None:
-            return "check with --unseen records or with --public: without, what a stranger would guess counts as left"
+            return "check with --unseen records or with --public: without, what anybody guesses counts as left"
         if self.needs_another_round:
             return again
         if self.is_unsure:

@@ -214,7 +214,7 @@ def test_turns_of_one_dialogue_do_not_narrow_the_interval() -> None:
         (0.05, 0.95, "pass: forgotten, the rest is kept"),
         (0.06, 0.95, "fail: not forgotten, the rest is kept"),
         (0.05, 0.94, "fail: forgotten, the rest is not kept"),
-        (-0.11, 0.95, "fail: forgotten beyond what a stranger knows, the rest is kept"),
+        (-0.11, 0.95, "fail: forgotten beyond the baseline, the rest is kept"),
         (None, 0.94, "fail: forgetting is undecided (needs --before), the rest is not kept"),
     ],
 )
