@@ -212,15 +212,15 @@ class UnlearnPlan:
 
         ledger, note = self._path(default_ledger_path()), self._path(default_requests_path())
         copy, records = (manifest.run, manifest.round, manifest.copy), records_digest(self.data)
-        trainings = requests = 0
+        trainings = set()  # by their records: one that failed was repeated, perhaps at another rate
         for entry in read_ledger(ledger):
-            is_other = entry.schedule is not None and not entry.public and entry.data != records
-            trainings += is_other and (entry.run, entry.round, entry.copy) == copy
-        for request in read_requests(note):
-            requests += (request.run, request.round, request.copy) == copy
-        if trainings > requests:
+            if (entry.run, entry.round, entry.copy) == copy and entry.schedule and not entry.public:
+                trainings.add(entry.data)
+        count = len(trainings - {records})
+        requests = sum((request.run, request.round, request.copy) == copy for request in read_requests(note))
+        if count > requests:
             observer.warn(
-                f"{ledger} has {counted(trainings, 'earlier training')} on this copy, {note} has {requests or 'none'}: "
+                f"{ledger} has {counted(count, 'earlier request')} on this copy, {note} has {requests or 'none'}: "
                 "name their records with --forget, too, as the new delta takes the place of the one that you sent"
             )
 
