@@ -33,7 +33,7 @@ def global_options(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[s
     try:
         return parser.parse_known_args(arguments)
     except argparse.ArgumentError as error:
-        problem = "needs a file" if error.argument_name == FLAG else error.message
+        problem = "needs a file" if error.argument_name == FLAG else "takes no value"
         raise UsageError(f"{error.argument_name}: {problem}") from error
 
 

@@ -15,6 +15,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import BASE_AGAIN, FORCE, Command, Opening, Preview, Report, paths_from
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.publishing import RESTORE, Aggregating
+from mpu_cli.wording import few
 
 if TYPE_CHECKING:
     from mpu_cli.protocol.combine import AggregatePlan, Aggregation, Combined
@@ -243,7 +244,7 @@ def _warn_of_earlier_deltas(plan: AggregatePlan, observer: Observer) -> None:
         fingerprints = [fingerprint(delta.checkpoint) for delta in owner.deltas]
         if later := update_that_replaced(entries, run, round_, fingerprints):
             observer.warn(
-                f"these deltas of run {run} are earlier ones: on {later.time}, {', '.join(later.deltas)} took their "
+                f"these deltas of run {run} are earlier ones: on {later.time}, {few(later.deltas)} took their "
                 "place, and this model knows again what only those forgot"
             )
 

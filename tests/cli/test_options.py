@@ -535,3 +535,8 @@ class TestFolds:
         (tmp_path / "options.toml").write_text(file)
         mpu(*command, cwd=tmp_path, refused="names no module", status=2)
         assert not (tmp_path / "ran").exists()
+
+
+def test_global_options_without_their_value_or_with_one(mpu: Callable) -> None:
+    mpu("status", "--quiet=1", refused="--quiet: takes no value", status=2)
+    mpu("status", "--config", refused="--config: needs a file", status=2)
