@@ -107,7 +107,7 @@ class Receipt(Document, forbid_unknown_fields=True):
     left: Percent | None
     left_high: Percent | None  # the end of the interval of ``left``
     kept: Percent | None
-    stands_out: bool | None  # more than chance and the limit allow; None without a baseline
+    stands_out: bool | None  # as in the verdict; None without a baseline
     max_left: Limit  # the limits of the verdict
     min_kept: Limit
     verdict: Text

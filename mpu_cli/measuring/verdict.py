@@ -90,7 +90,7 @@ class Verdict:
 
     @property
     def stands_out(self) -> bool:
-        """Whether more records stand out than chance and the limit allow."""
+        """Whether more records stand out than chance and the limit allow, or one is still known."""
         return self.tail is not None and not self.tail.is_allowed
 
     @property

@@ -117,7 +117,7 @@ class StoppingRule:
 class StepScores:
     """Scores at a step. ``left`` and ``kept`` are shares of what the copy knew, ``kept`` None without held-out records;
     ``left_high``: two standard errors above ``left``; ``above``: by how much records exceed the level, in nats, on
-    average; ``stands_out``: whether more records are known than chance and the limit allow."""
+    average; ``stands_out``: whether more records are known than chance and the limit allow, or one by half."""
 
     step: int
     left: float
@@ -368,8 +368,8 @@ class EarlyStopping(TrainerCallback):
             scores, scale, weights = self._best
             if math.isfinite(scores.left) and not self._is_enough(scores):
                 self._observer.warn(
-                    f"the records are not forgotten on the copy after {counted(steps, 'step')}: raise --max-steps or "
-                    "--lr"
+                    f"the training ends after {counted(steps, 'step')}, before the records are forgotten as far as it "
+                    "aims: raise --max-steps or --lr"
                 )
             if self._further.share:  # the level is lower there, so that half of a change may be too much
                 _, least = self._scaled_back(model, weights, scores, low=0.25)

@@ -34,7 +34,7 @@ TRIED_STEPS = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.6, 1.8, 
 class TriedStep:
     """The outcome of a step along the update from BASE, as shares of what BASE knew: ``left`` of the records to forget,
     ``left_high`` two standard errors above, and ``kept`` of records that were held out. ``stands_out``: whether more
-    records are known than chance and the limit allow."""
+    records are known than chance and the limit allow, or one by half."""
 
     step: float
     left: float
