@@ -314,7 +314,7 @@ def _add_receipts(folder: Path, paths: list[Path], rounds: Mapping[tuple[str, in
         if path.suffix == ".json" and path.is_file():
             with suppress(MpuError):  # another file
                 receipts.append((path, read_receipt(path)))
-    for path, receipt in sorted(receipts, key=lambda found: (found[1].date, found[0].stat().st_mtime_ns)):
+    for path, receipt in sorted(receipts, key=lambda entry: (entry[1].date, entry[0].stat().st_mtime_ns)):
         try:
             public_keys = check_signatures(receipt, path)
         except MpuError as error:
