@@ -59,22 +59,26 @@ def make_identity(path: Path) -> str:
             "its public key stands in its first line; or choose another name",
         )
     try:
-        _write_secret(path, f"# public key: {recipient}\n{identity}\n")
-    except FileExistsError as error:
-        raise MpuError(f"{path}: already exists, and mpu never replaces an identity", "choose another name") from error
+        is_new = _write_secret(path, f"# public key: {recipient}\n{identity}\n")
     except OSError as error:
         raise MpuError(f"{path}: cannot be written: {error.strerror}", ELSEWHERE) from error
+    if not is_new:
+        raise MpuError(f"{path}: already exists, and mpu never replaces an identity", "choose another name")
     return recipient
 
 
-def _write_secret(path: Path, text: str) -> None:
-    """Write a new private file, complete from the first moment; FileExistsError if there is one."""
+def _write_secret(path: Path, text: str) -> bool:
+    """Write a new private file, complete from the first moment; False if there is one already."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     fresh = path.with_name(random_name(path.name))
     try:
         write_private(fresh, text.encode())
         os.link(fresh, path)  # of two processes, one succeeds; a rename would replace what sealed the other's keys
         sync_folder(path.parent)
+    except FileExistsError:
+        return False
+    else:
+        return True
     finally:
         fresh.unlink(missing_ok=True)
 
@@ -83,8 +87,7 @@ def own_secret(path: Path, what: str, hint: str) -> bytes:
     """256 bits in ``path``, drawn on first use, mode 0600; ``what`` says what they are, and ``hint`` what to do if they
     are damaged, for messages."""
     if not path.exists():
-        with contextlib.suppress(FileExistsError):  # another process was faster: use its secret
-            _write_secret(path, f"{secrets.token_hex(SECRET_BYTES)}\n")
+        _write_secret(path, f"{secrets.token_hex(SECRET_BYTES)}\n")  # if another process was faster, use its secret
     try:
         secret = bytes.fromhex(read_text(path).strip())
     except (OSError, ValueError) as error:

@@ -15,7 +15,7 @@ import pytest
 from mpu_cli.errors import MpuError
 from mpu_cli.files.sealing import default_identity_path, make_identity, parse_recipients, read_identities
 from mpu_cli.protocol.keys import VERSION, seal, unseal
-from mpu_cli.protocol.publication import default_secret_path
+from mpu_cli.protocol.publication import default_secret_path, server_secret
 from tests.helpers.attacks import publish_copies, unlearn_copy
 from tests.helpers.publication import aggregate, keys_of, write_delta
 
@@ -30,6 +30,12 @@ class TestKeys:
         assert stat.S_IMODE(identity.stat().st_mode) == 0o600
         for name in "ab":
             assert unseal(tmp_path / name / "keys.bin", read_identities(identity)).copies == 3
+
+    def test_a_file_in_the_place_of_the_configuration_is_named(self, tmp_path, monkeypatch):
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+        (tmp_path / "mpu").write_text("")
+        with pytest.raises(MpuError, match=r"server\.key: cannot be written: File exists; set XDG_CONFIG_HOME"):
+            server_secret()
 
     def test_the_document_is_plain_age(self, publication):
         """age decrypts to the JSON that docs/formats.md describes."""
