@@ -132,19 +132,25 @@ def records_still_known(
 
     Chance explains a record that is no more probable than the baseline's most probable one, or than one more of a
     normal distribution that its log-probabilities above their median fit (CHANCE for all records together; by
-    Student's t, which also has the chance in the few that the fit is from). None where the baseline has a record as
-    probable as one that is half known: then ``Tail`` counts what chance allows.
+    Student's t, which also has the chance in the few that the fit is from). Records that anybody guesses are left out
+    of both, where a ``public`` model names them. None where the baseline has a record as probable as one that is half
+    known all the same: then ``Tail`` counts what chance allows.
     """
     from scipy.stats import t
 
     baseline = public.forget if after.unseen is None and public else after.unseen
-    scatter = _scatter(after, public)
-    if before is None or baseline is None or scatter is None or len(baseline) < 2:
+    if before is None or baseline is None:
         return []
     excess, _ = _excess(after, public)
     known, _ = _excess(before, public)
     share = max(STILL_KNOWN, max_left)
-    if scatter.max() > share * known.mean():
+    half_known = share * known.mean()
+    can_be_judged = np.full(len(excess), True)
+    if public:
+        can_be_judged = public.forget <= half_known
+        guesses = public.forget if after.unseen is None else public.unseen
+        baseline = baseline if guesses is None else baseline[guesses <= half_known]
+    if len(baseline) < 2 or baseline.max() - baseline.mean() > half_known:
         return []
     logs = np.log(np.maximum(baseline, 1e-30))
     median = np.median(logs)
@@ -152,7 +158,8 @@ def records_still_known(
     deviations = t.ppf(1 - (1 - CHANCE) / len(excess), len(logs) - 1)
     limit = max(logs.max(), median + deviations * math.sqrt(np.square(above).mean()))
     is_unlikely = np.log(np.maximum(after.forget, 1e-30)) > limit
-    return np.flatnonzero((excess > share * np.maximum(known, LEAST_KNOWN)) & is_unlikely).tolist()
+    is_known = excess > share * np.maximum(known, LEAST_KNOWN)
+    return np.flatnonzero(can_be_judged & is_known & is_unlikely).tolist()
 
 
 def records_above(

@@ -182,6 +182,25 @@ def test_few_unseen_records_do_not_make_chance_look_like_knowledge(unseen: int) 
         assert failed <= 0.08 * 200
 
 
+@pytest.mark.parametrize("has_unseen", [False, True])
+def test_what_anybody_guesses_hides_no_other_record(has_unseen: bool) -> None:
+    """Neither a record to forget that the public model knows, nor an unseen one."""
+    draw = np.random.default_rng(0)
+    guesses, unseen = draw.beta(4, 200, 40), draw.beta(4, 200, 60)
+    guesses[3] = unseen[5] = 0.9
+    before = scores(*[0.97] * 40)
+    after = np.array(guesses)
+    after[7] = 0.95
+
+    def sets(forget: RecordScores) -> dict[str, RecordScores]:
+        return {"forget": forget, "held_out": before} | ({"unseen": scores(*unseen)} if has_unseen else {})
+
+    verdict = judge(sets(scores(*after)), sets(before), public=sets(scores(*guesses)), max_left=0.05, min_kept=0.95)
+    assert verdict.tail is not None
+    assert verdict.tail.still_known == 1
+    assert not verdict.passes
+
+
 def test_a_record_that_was_hardly_known_and_still_is_has_a_name() -> None:
     """It is below what the others would have to have left to stand out."""
     unseen = scores(*[0.001, 0.002] * 30)
