@@ -293,7 +293,7 @@ def test_functions_take_the_options_of_their_commands(tmp_path: Path, capfd: pyt
     assert not shown.out
     assert [path.name for path in published.copies] == ["copy_1", "copy_2"]
     assert (published.keys.publication.kappa, published.keys.publication.symmetries) == (0.5, "none")
-    audit = mpu_cli.audit(published.copies, base=base)[0].audit
+    audit = mpu_cli.audit(published.copies, base=base)[0]
     assert audit.function_error("all copies") < 1e-3 < audit.function_error("one copy")
     with pytest.raises(UsageError, match="colour: unknown option"):
         mpu_cli.publish(base, out=tmp_path / "other", colour="red")

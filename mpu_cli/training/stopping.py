@@ -366,11 +366,12 @@ class EarlyStopping(TrainerCallback):
             scores = self._scores_of_share(model, weights, scale, steps)
         else:
             scores, scale, weights = self._best
-            if math.isfinite(scores.left) and not self._is_enough(scores):
-                self._observer.warn(
-                    f"the training ends after {counted(steps, 'step')}, before the records are forgotten as far as it "
-                    "aims: raise --max-steps or --lr"
-                )
+        if not self._round_schedule and math.isfinite(scores.left) and not self._is_enough(scores):
+            self._observer.warn(
+                f"the training ends after {counted(steps, 'step')}, before the records are forgotten as far as it "
+                "aims: raise --max-steps or --lr"
+            )
+        if self._best is not None and not self._round_schedule:
             if self._further.share:  # the level is lower there, so that half of a change may be too much
                 _, least = self._scaled_back(model, weights, scores, low=0.25)
                 scale = min(1.0, SHARE_MARGIN * least)

@@ -224,7 +224,7 @@ class TestAggregate:
     def test_all_copies_once(self, mpu, publication):
         first_path, second_path = (publication / f"deltas/copy_{k}.safetensors" for k in (1, 2))
         assert "no delta for copy 2" in aggregate(mpu, publication, first_path, check=False).err
-        assert "give one" in aggregate(mpu, publication, first_path, second_path, first_path, check=False).err
+        assert "give the one" in aggregate(mpu, publication, first_path, second_path, first_path, check=False).err
         assert (
             "no such file" in aggregate(mpu, publication, first_path, publication / "gone.safetensors", check=False).err
         )

@@ -394,6 +394,12 @@ def test_a_training_killed_at_an_evaluation_is_the_same_training(
         assert all(torch.equal(resumed[2][name], change) for name, change in whole.items())
 
 
+def test_a_training_that_ends_too_early_says_so(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
+    train = ("unlearn", demo.model, "--forget", demo.forget, "--retain", demo.retain, "--out", "short.safetensors")
+    short = mpu(*train, "--max-steps", 1, "--lr", "1e-7", cwd=tmp_path)
+    assert "the training ends after 1 step, before the records are forgotten" in short.err
+
+
 def test_under_noise_that_is_felt_more_than_the_trained_change_is_returned(
     mpu: Callable, tmp_path: Path, demo: DemoModel
 ) -> None:
@@ -404,8 +410,6 @@ def test_under_noise_that_is_felt_more_than_the_trained_change_is_returned(
     assert "for 10 steps at most\n" in lengthened.err
     schedule = lengthened.json["round_schedule"]
     assert schedule["scale"] == SHARE_MARGIN
-    short = mpu(*train, "--max-steps", 1, "--out", "short.safetensors", cwd=tmp_path)
-    assert "the training ends after 1 step, before the records are forgotten" in short.err
     unscaled = f"{schedule['steps']}:{schedule['level']}:1:{schedule['alpha']}"
     mpu(*train, "--round-schedule", unscaled, "--out", "whole.safetensors", cwd=tmp_path)
     returned, trained = load_file(tmp_path / "deltas/copy_1.safetensors"), load_file(tmp_path / "whole.safetensors")

@@ -148,9 +148,9 @@ class Sweep(Command):
         cells = self._cells()
         with TemporaryDirectory() as scratch:  # submitit makes its folder at once
             self._jobs(Path(scratch), observer)  # raises for a cluster that cannot be used
+        self._known_numbers(cells)  # raises for what is not there
         for warning in preview(cells):
             observer.warn(warning)
-        self._known_numbers(cells)  # raises for what is not there
         done = finished(cells, self._folder)
         todo = [cell for cell in cells if cell.name not in done]
         costs = dict(zip([cell.name for cell in todo], costs_of([cell.experiment for cell in todo]), strict=True))
