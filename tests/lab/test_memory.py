@@ -84,8 +84,10 @@ def test_the_dry_run_says_the_same(mpu: Callable, tmp_path: Path) -> None:
     records.write_text(
         '{"question": "Who?", "answer": "Ada."}\n{"question": "Where was she born?", "answer": "There."}\n'
     )
+    others = tmp_path / "others.jsonl"
+    others.write_text(records.read_text().replace("Who?", "Who else?").replace("Where", "When"))
     planned = mpu("plan", base, "--forget", records, "--batch-size", 2, "--json").json["client_memory"]["total"]
-    dry = mpu("unlearn", base, "--forget", records, "--retain", records, "--batch-size", 2, "--dry-run", "--json").json
+    dry = mpu("unlearn", base, "--forget", records, "--retain", others, "--batch-size", 2, "--dry-run", "--json").json
     assert dry["memory"] == planned
 
 

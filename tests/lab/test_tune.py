@@ -27,7 +27,7 @@ class TestTune:
         again = mpu("tune", demo.model, *common, *search, cwd=tmp_path).out
         assert again == document["options"] + "\n"  # the same seed, the same search
         assert document["options"].startswith(
-            "--algo npo --constants beta=2 --optim adamw-blockwise --batch-size 5 --lr "
+            "--algo npo --optim adamw-blockwise --batch-size 5 --constants beta=2 --lr "
         )
         exact = ("--lr", document["best"]["lr"], "--epochs", document["best"]["epochs"])
         direct = mpu("unlearn", demo.model, *common, *exact, "--json", cwd=tmp_path).json
