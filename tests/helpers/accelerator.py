@@ -80,6 +80,13 @@ def let_go(root: int, key: int, nbytes: int, _: torch.Tensor) -> None:
         del _views[key]
 
 
+def storage_ptr(tensor: torch.Tensor) -> int:
+    """The address of the numbers of ``tensor``, on the device or not."""
+    storage = tensor.untyped_storage()
+    numbers = _cpu_tensors.get(storage._cdata)
+    return storage.data_ptr() if numbers is None else numbers.untyped_storage().data_ptr()
+
+
 class Module:
     """What torch asks of ``torch.sim``."""
 
@@ -226,10 +233,14 @@ _libraries: list[torch.library.Library] = []
 def run_all(commands: list[list[str]]) -> list[dict[str, Any]]:
     """Run commands of ``mpu`` one after the other. For each: whether it ``failed`` and what it then said, bytes on the
     device at its ``peak`` and ``left`` when it was done, and how often it ``waits``."""
+    from transformers import pytorch_utils
+
     from mpu_cli.cli.main import main
     from mpu_cli.model import load as loading
 
     loading.WORTH_COLLECTING = 0  # as with a large model
+    # A checkpoint writes shared weights once; by their own pointers, which are 0, all would be shared.
+    pytorch_utils.storage_ptr = storage_ptr  # type: ignore[assignment]
     ran = []
     for arguments in commands:
         said = io.StringIO()
