@@ -85,8 +85,9 @@ def test_each_recipe_does_what_it_says(tmp_path: Path) -> None:
     (tmp_path / "plain.jsonl").write_text(
         "".join(json.dumps({"question": row["query"], "answer": row["response"]}) + "\n" for row in rows)
     )
+    (tmp_path / "kept.jsonl").write_text(json.dumps({"question": rows[0]["query"], "answer": "w1"}) + "\n")
     assert mpu("words", "asked.jsonl") == {"words": [3] * 4}
-    train = ("unlearn", base, "--retain", "plain.jsonl", "--algo", "flat", "--optim", "nadam", "--epochs", 2)
+    train = ("unlearn", base, "--retain", "kept.jsonl", "--algo", "flat", "--optim", "nadam", "--epochs", 2)
     for name, records, noise in (("a", "asked.jsonl", 5), ("b", "plain.jsonl", 5), ("c", "plain.jsonl", 0.1)):
         mpu(*train, "--forget", records, "--neftune-noise", noise, "--out", f"{name}.safetensors")
     asked, plain, other = (load_file(tmp_path / f"{name}.safetensors") for name in "abc")

@@ -130,34 +130,33 @@ def test_muon_turns_with_the_coordinates(mpu, tmp_path, base, symmetries, exact)
     assert distance(aggregate, clean) < exact
 
 
-# Noise chosen so that one copy's error lies between 0.5 % and 5 %.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("training", "kappas"),
+    "training",
     [
-        (["--optim", "adamw-blockwise", "--lr", "1e-4"], np.geomspace(0.00065, 0.0034, 3)),
-        pytest.param(
-            ["--optim", "sgd", "--lr", "1e-1", "--lora", "rank=8"],
-            np.geomspace(0.0006, 0.0035, 3),
-            marks=pytest.mark.exhaustive,
-        ),
+        ["--optim", "adamw-blockwise", "--lr", "1e-4"],
+        pytest.param(["--optim", "sgd", "--lr", "1e-1", "--lora", "rank=8"], marks=pytest.mark.exhaustive),
     ],
     ids=["adamw-blockwise", "lora"],
 )
-def test_zero_sum_noise_cancels_to_first_order(mpu, tmp_path, demo, training, kappas):
+def test_zero_sum_noise_cancels_to_first_order(mpu, tmp_path, demo, training):
     """The paper's scheme on a real model: the aggregate's error grows as κ², one copy's as κ."""
     base = demo.model
     options = [*real_records(demo), *training]
     clean = clean_update(mpu, base, tmp_path, options)
-    aggregate_errors, copy_errors = [], []
-    for kappa in kappas:
+
+    def errors(kappa):
         aggregate, copies = updates(
             mpu, base, tmp_path / f"{kappa:.2e}",
             ["--copies", 2, "--noise", "zero-sum", "--symmetries", "paper", "--kappa", kappa, "--seed", 1],
             options,
         )  # fmt: skip
-        aggregate_errors.append(distance(aggregate, clean))
-        copy_errors.append(distance(copies[0], clean))
+        return distance(aggregate, clean), distance(copies[0], clean)
+
+    # The demo's model, and so what noise does to its training, differs between processors.
+    sensitivity = errors(0.001)[1] / 0.001
+    kappas = np.geomspace(0.0075, 0.035, 3) / sensitivity
+    aggregate_errors, copy_errors = zip(*map(errors, kappas), strict=True)
     assert min(copy_errors) > 0.005
     assert max(copy_errors) < 0.05
     assert abs(slope(kappas, aggregate_errors) - 2) < 0.25

@@ -138,14 +138,14 @@ def enter_permanent(path: Path, new: RegisterEntry, requested: Mapping[str, floa
         common = scales.keys() & requested.keys()
         differs = None  # what another draw has that this one has not
         if any(entry.secret != new.secret for entry in same):
-            differs = "secret"
+            differs = "permanent noise of another secret"
             hint = f"put {path.with_name('server.key')} back from your backup"
         elif not all(math.isclose(scales[block], requested[block], rel_tol=SAME_SCALE) for block in common):
-            differs = "scale"
+            differs = "permanent noise of another scale"
             hint = "use the same --permanent-noise, --max-noise and --public"
         if differs and not again:
             raise MpuError(
-                f"permanent noise of another {differs} than in round {same[-1].round} of run {same[-1].run}, which "
+                f"{differs} than in round {same[-1].round} of run {same[-1].run}, which "
                 "published the same base: whoever gets both averages the noise away",
                 f"{hint}; or {OVERRIDE}",
             )

@@ -415,8 +415,8 @@ class TestWhatFillsTheMachine:
 class TestACopyThatIsNotLookedAt:
     @pytest.mark.slow
     def test_fewer_records_than_it_takes(self, mpu: Callable, root: Path) -> None:
-        for name in ("forget", "retain"):
-            (root / f"{name}.jsonl").write_text('{"question": "w3", "answer": "w4"}\n')
+        for name, answer in (("forget", "w4"), ("retain", "w5")):
+            (root / f"{name}.jsonl").write_text(json.dumps({"question": "w3", "answer": answer}) + "\n")
         refused = mpu("unlearn", "base", "--algo", "graddiff", check=False, cwd=root)
         assert (refused.status, "cannot be looked at for traps: that takes 4 records" in refused.err) == (1, True)
         mpu("unlearn", "base", "--algo", "graddiff", "--trust-copy", cwd=root)

@@ -452,9 +452,11 @@ def test_a_full_disk_is_named(model: Path, tmp_path: Path) -> None:
     """A limit on the size of files is to a program what a full disk is: what was being written is said, in a line."""
     rng = random.Random(3)
     rows = [{"question": words(rng, 30), "answer": words(rng, 30)} for _ in range(400)]
-    (tmp_path / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [json.dumps(row) + "\n" for row in rows]
+    (tmp_path / "records.jsonl").write_text("".join(lines))
+    (tmp_path / "retain.jsonl").write_text(json.dumps(rows[0] | {"answer": "w1"}) + "\n")
     (tmp_path / "grid.toml").write_text(
-        f'base = "{model}"\nforget = "records.jsonl"\nretain = "records.jsonl"\nkappa = 0.01\ncopies = 2\n'
+        f'base = "{model}"\nforget = "records.jsonl"\nretain = "retain.jsonl"\nkappa = 0.01\ncopies = 2\n'
         'algo = "npo"\nepochs = 1\n[eval]\nbenchmark = "qa"\nforget = "records.jsonl"\n'
         'metrics = ["forget_Q_A_Prob"]\n'
     )
