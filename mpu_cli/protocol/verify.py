@@ -109,7 +109,7 @@ def verify(base: Model, copy: Model, keys: Keys, *, logits: bool = True, observe
             elif network:  # constants that the coordinates of the copy reorder
                 list(pool.map(comparison.tensor, [tensor for tensor in tensors if any(tensor.axes)]))
             observer.advance(sum(base.checkpoint.tensors[t.name].nbytes for t in tensors))
-        function, stored = comparison.logits(network, pool) if network else (None, None)
+        function, stored = comparison.logits(pool)
     return Verification(manifest.copy, blocks, function, stored)
 
 
@@ -185,9 +185,12 @@ class _Comparison:
             rounding=all(part.rounding for part in numbers),
         )
 
-    def logits(self, network: _Network, pool: Executor) -> tuple[float, float]:
-        """Largest logit differences from base plus noise: of T(base + noise), which ``network`` has, and of the
-        copy."""
+    def logits(self, pool: Executor) -> tuple[float, float] | tuple[None, None]:
+        """Largest logit differences from base plus noise: of T(base + noise), which the network has, and of the
+        copy; None without a network."""
+        network = self._network
+        if network is None:
+            return None, None
         filled = [tensor for tensor in self._layout.tensors.values() if any(tensor.axes) or not tensor.constant]
 
         def fill_noisy(tensor: TensorLayout) -> None:

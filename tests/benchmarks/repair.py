@@ -1,10 +1,13 @@
 """Whether the server's own records bring back what a request cost of others, judged by plain transformers.
 
-python -m tests.benchmarks.repair DIR MODEL FORGET RETAIN HELD UNSEEN OWN[,OWN] [PUBLISH OPTION …]
+python -m tests.benchmarks.repair DIR MODEL FORGET[,FORGET] RETAIN HELD UNSEEN OWN[,OWN] [--again STEP[,FORGET]]
+    [PUBLISH OPTION …]
 
-Plays publish and unlearn in DIR, as ``outcome`` does, unless DIR has deltas already. Then, for each of some steps,
-aggregates with it, teaches the new model one epoch of OWN, and prints what is left of FORGET and kept of HELD before
-and after that. HELD are records that no command sees; OWN may have others of the same people.
+Plays publish and unlearn in DIR, as ``outcome`` does, unless DIR has deltas already; each FORGET is a client with a
+publication of its own. Then, for each of some steps, aggregates with it, teaches the new model one epoch of OWN, and
+prints what is left of all records to forget and kept of HELD before and after that. HELD are records that no command
+sees; OWN may have others of the same people. With --again, a second round follows on the model that was repaired after
+STEP: of the same clients, or of another one with FORGET.
 """
 
 from __future__ import annotations
@@ -16,31 +19,61 @@ from pathlib import Path
 
 from tests.benchmarks.outcome import run, scores, shares
 
-STEPS = ("1", "1.1", "1.15", "1.2", "1.3")
+STEPS = ("0.8", "0.9", "1", "1.1", "1.15", "1.2", "1.3")
+STEPS_AGAIN = ("0.2", "0.35", "1")
 RATE = "3e-5"  # of the repair
 
 
+def absolute(word: str) -> str:
+    """``word``, a comma-separated list, with absolute paths in place of names of files that there are."""
+    return ",".join(str(Path(part).resolve()) if Path(part).exists() else part for part in word.split(","))
+
+
+def play(folder: str, base: str, requests: Sequence[str], retain: str, options: Sequence[str]) -> list[str]:
+    """Publish ``base`` to each request's client, who unlearns it; the arguments of aggregate but for the step."""
+    deltas, keys = [], []
+    for client, forget in enumerate(requests, 1):
+        copies = f"client_{client}"
+        deltas.append(f"deltas_{client}/")
+        keys += ["--keys", f"keys_{client}.bin"]
+        if not Path(folder, deltas[-1]).exists():
+            run("publish", base, "--run", copies, "--out", copies, "--keys", keys[-1], *options, folder=folder)
+            named = sorted(f"{copies}/{path.name}" for path in Path(folder, copies).glob("copy_*"))
+            run("unlearn", *named, "--forget", forget, "--retain", retain, "--out", deltas[-1], folder=folder)
+    return [*deltas, *keys, "--base", base]
+
+
 def main(arguments: Sequence[str]) -> None:
-    folder, model = arguments[0], str(Path(arguments[1]).resolve())
-    names = ("forget", "retain", "held", "unseen")
-    files = {name: str(Path(file).resolve()) for name, file in zip(names, arguments[2:6], strict=True)}
-    own = [word for file in arguments[6].split(",") for word in ("--data", str(Path(file).resolve()))]
-    options = [str(Path(word).resolve()) if Path(word).exists() else word for word in arguments[7:]]
-    os.environ["XDG_CONFIG_HOME"] = str(Path(folder).resolve() / "config")
-    if not Path(folder, "deltas").exists():
-        Path(folder).mkdir(exist_ok=True)
-        run("publish", model, *options, folder=folder)
-        copies = sorted(path.name for path in Path(folder).glob("copy_*"))
-        run("unlearn", *copies, "--forget", files["forget"], "--retain", files["retain"], folder=folder)
-    judged = {name: files[name] for name in ("forget", "held", "unseen")}
+    Path(arguments[0]).mkdir(exist_ok=True)
+    folder, model, forget, retain, held, unseen, own, *options = map(absolute, arguments)
+    again, rest = "", ""
+    if "--again" in options:
+        place = options.index("--again")
+        again, _, rest = options[place + 1].partition(",")
+        del options[place : place + 2]
+    os.environ["XDG_CONFIG_HOME"] = f"{folder}/config"
+    requests, own_records = forget.split(","), [word for file in own.split(",") for word in ("--data", file)]
+    records = Path(folder, "forget.jsonl")
+    every = dict.fromkeys(requests + ([rest] if rest else []))
+    records.write_text("".join(Path(file).read_text(encoding="utf-8") for file in every), encoding="utf-8")
+    judged = {"forget": str(records), "held": held, "unseen": unseen}
     before = scores(model, judged)
-    for step in STEPS:
-        made, repaired = f"unlearned_{step}", f"repaired_{step}"
-        run("aggregate", "deltas", "--keys", "keys.bin", "--base", model, "--step", step, "--out", made, folder=folder)
-        run("finetune", made, *own, "--epochs", "1", "--lr", RATE, "--out", repaired, folder=folder)
-        for name in (made, repaired):
-            left, kept = shares(before, scores(f"{folder}/{name}", judged))
-            print(f"{name}: {left:.1%} left, {kept:.1%} kept", flush=True)
+
+    def repair(place: str, parts: Sequence[str], steps: Sequence[str]) -> None:
+        for step in steps:
+            made, repaired = f"unlearned_{step}", f"repaired_{step}"
+            run("aggregate", *parts, "--step", step, "--out", made, folder=place)
+            run("finetune", made, *own_records, "--epochs", "1", "--lr", RATE, "--out", repaired, folder=place)
+            for name in (made, repaired):
+                left, kept = shares(before, scores(f"{place}/{name}", judged))
+                print(f"{Path(place).name}/{name}: {left:.1%} left, {kept:.1%} kept", flush=True)
+
+    repair(folder, play(folder, model, requests, retain, options), STEPS)
+    if again:
+        second = f"{folder}/again"
+        Path(second).mkdir(exist_ok=True)
+        base = f"{folder}/repaired_{again}"
+        repair(second, play(second, base, [rest] if rest else requests, retain, options), STEPS_AGAIN)
 
 
 if __name__ == "__main__":
