@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from mpu_cli.measuring.generation import Shown
     from mpu_cli.training.data import Dataset
     from mpu_cli.training.ledger import RoundSchedule
-    from mpu_cli.training.requests import Continuation, Source
+    from mpu_cli.training.requests import Source
     from mpu_cli.training.stopping import StoppingRule
     from mpu_cli.training.unlearn import UnlearningResult
 
@@ -68,7 +68,7 @@ class UnlearnPlan:
     options: Unlearning
     stopping_rule: StoppingRule | None  # None for a number of epochs
     sources: Sequence[Source]  # of the records to forget: this request's, then earlier ones' on the same copies
-    continuations: Mapping[str, Continuation]  # by copy, of those that are trained from an earlier change
+    expected_weights: Mapping[str, str]  # by copy, the fingerprint that earlier requests noted
     notes: Path | None = None  # folder of the ledger and the note of requests, None for the user's configuration
 
     @property
@@ -184,9 +184,8 @@ class UnlearnPlan:
         command = self.command
         request = Request(
             run=manifest.run, round=manifest.round, copy=manifest.copy, copy_id=manifest.copy_id,
-            copy_path=str(Path(copy).absolute()), weights=result.weights, delta=str(result.path.absolute()),
-            change=fingerprint(open_checkpoint(written)), scale=result.schedule.scale,
-            sources=[*self.sources],
+            copy_path=str(Path(copy).absolute()), weights=result.weights,
+            change=fingerprint(open_checkpoint(written)), sources=[*self.sources],
             options=options_to_note(self.options, command.goal, command.checks),
         )  # fmt: skip
         path = self._path(default_requests_path())
@@ -251,7 +250,7 @@ class UnlearnPlan:
             open_model(source, links=False), self.data, self.options, target=target, force=command.force,
             logging=command.logging, reference_file=reference_file, secret=own_client_secret,
             ledger=self._path(default_ledger_path()), checks=command.checks, stopping_rule=stopping_rule,
-            start=self.continuations.get(copy), on_written=on_written, observer=observer,
+            expected_weights=self.expected_weights.get(copy), on_written=on_written, observer=observer,
         )  # fmt: skip
         try:
             return task.run()
@@ -276,8 +275,8 @@ class Unlearn(Command):
     options, or the noise does not cancel; they take as many steps as the first one. Prints the path of each delta. With
     --resume, copies that have one already are passed over.
 
-    A further request on a copy that you kept goes on from the earlier delta, and the new delta takes its place: records
-    of the earlier requests are unlearned, too, from the files that they were in.
+    A further request on a copy that you kept unlearns the records of the earlier ones, too, from the files that they
+    were in, and the new delta takes the place of the earlier one.
     """
 
     NAME = "unlearn"
@@ -341,9 +340,9 @@ class Unlearn(Command):
         from mpu_cli.training.checks import check_logging, check_options, in_float32_if_private
         from mpu_cli.training.requests import (
             default_requests_path,
-            earlier_requests,
-            latest_on,
+            earlier_records,
             read_requests,
+            requests_before,
             source_of,
         )
         from mpu_cli.training.stopping import StoppingRule, hold_out
@@ -369,22 +368,19 @@ class Unlearn(Command):
         sources = [source_of(options, data.forget)]
         manifests = {copy: read_copy_manifest(Path(copy)) for copy in copies}
         # read in any case: damage shows before the training
-        latest = latest_on(read_requests(default_requests_path()), manifests, sources[0])
-        continuations: Mapping[str, Continuation] = {}
+        before = requests_before(sources[0], manifests, read_requests(default_requests_path()))
+        expected_weights: Mapping[str, str] = {}
         if self.alone:
-            latest = {}
+            before = {}
         if stopping_rule and not options.privacy.public_records:
-            earlier = earlier_requests(
-                latest, copies, data.forget, sources[0], with_change=not options.lora.is_on, observer=observer
-            )
-            if earlier:
+            if earlier := earlier_records(before, copies, data.forget, sources[0], observer):
                 sources += earlier.sources
                 data = replace(data, forget=[*data.forget, *earlier.records])
-                continuations = earlier.continuations
+                expected_weights = earlier.weights
                 if self.out is None:  # the earlier deltas stay
                     folder = f"request_{earlier.number}"
                     targets = {copy: target.parent / folder / target.name for copy, target in targets.items()}
-        elif latest:
+        elif before:
             observer.warn(
                 "these copies have had earlier requests, which are only unlearned together with others by a training "
                 "on private records that stops when it is done: on the server, this delta takes the place of theirs"
@@ -395,7 +391,7 @@ class Unlearn(Command):
             extension("private").check_opacus()
         return UnlearnPlan(
             command=self, targets=targets, data=data, options=options, stopping_rule=stopping_rule, sources=sources,
-            continuations=continuations,
+            expected_weights=expected_weights,
         )  # fmt: skip
 
     def run(self, observer: Observer = SILENT) -> list[Unlearned]:

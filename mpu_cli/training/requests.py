@@ -1,5 +1,4 @@
-"""The client's note of its requests: the records that it unlearned on each copy, how to read them, and the path of the
-delta.
+"""The client's note of its requests: the records that it unlearned on each copy, and how to read them.
 
     CONFIG/mpu/requests.jsonl    a line for each delta, mode 0600
 
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.files.boundary import Above0, parse_document
+from mpu_cli.files.boundary import parse_document
 from mpu_cli.files.manifest import CopyManifest
 from mpu_cli.files.resumption import alone_with_private, append_line, read_lines
 from mpu_cli.files.sealing import default_identity_path
@@ -68,9 +67,7 @@ class Request:
     copy_id: str
     copy_path: str
     weights: str  # the copy's fingerprint
-    delta: str  # the path of the change that was returned
-    change: str  # fingerprint of that change
-    scale: Above0  # the share of the trained change that was returned
+    change: str  # fingerprint of the delta
     sources: list[Source]  # of all records to forget that are in the change, this request's first
     options: dict[str, Any]  # for reading and judging records, as far as they are not the defaults
 
@@ -80,18 +77,6 @@ class Request:
             return self.copy_path == str(Path(copy).absolute())
         # By the run, too: the ledger compares what reads the records within one.
         return (self.run, self.round, self.copy_id) == (manifest.run, manifest.round, manifest.copy_id)
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """The copy with these ``weights``, and no other, is trained on records of earlier requests, too: from the change in
-    ``delta``, which has the fingerprint ``change``, undoing what ``scale`` made of it, or from the copy itself if
-    ``delta`` is None."""
-
-    weights: str
-    delta: Path | None
-    change: str
-    scale: float
 
 
 def default_requests_path() -> Path:
@@ -141,20 +126,17 @@ def from_root(sources: str) -> str:
     return "\n".join(str(Path(name).absolute()) if Path(name).exists() else name for name in sources.splitlines())
 
 
-def latest_on(
-    requests: Sequence[Request], manifests: Mapping[str, CopyManifest | None], source: Source
-) -> dict[str, Request]:
-    """The last request on each copy but for the records of ``source``, by what the copy is called here; ``manifests``
-    by the same, None for one that is sealed, which is recognised by its path until its weights are read.
+def requests_before(
+    source: Source, manifests: Mapping[str, CopyManifest | None], requests: Sequence[Request]
+) -> dict[str, list[Request]]:
+    """The ``requests`` on each copy but those for the records of ``source``, by what the copy is called here;
+    ``manifests`` by the same, None for one that is sealed, which is recognised by its path until its weights are read.
 
     A training on several copies that is resumed has noted its own request for some of them.
     """
-    latest = {}
-    for copy, manifest in manifests.items():
-        of_copy = [request for request in requests if request.is_on(copy, manifest) and request.sources[0] != source]
-        if of_copy:
-            latest[copy] = of_copy[-1]
-    return latest
+    others = [request for request in requests if request.sources[0] != source]
+    by_copy = {copy: [each for each in others if each.is_on(copy, manifest)] for copy, manifest in manifests.items()}
+    return {copy: of_copy for copy, of_copy in by_copy.items() if of_copy}
 
 
 def request_on(manifest: CopyManifest | None, requests: Sequence[Request]) -> Request | None:
@@ -199,78 +181,60 @@ def noted_options(request: Request) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Earlier:
-    """The records and the change that earlier requests bring into a training on the same copies."""
+    """The records that earlier requests bring into a training on the same copies."""
 
     records: list[Record]
     sources: list[Source]  # of these records
     number: int  # of the request that follows them
-    continuations: dict[str, Continuation]  # by copy
+    weights: dict[str, str]  # by copy, the fingerprint of the only weights that these records may meet
 
 
-def earlier_requests(
-    latest: Mapping[str, Request], copies: Sequence[str], forget: Sequence[Record], named: Source, *, with_change: bool,
+def earlier_records(
+    before: Mapping[str, Sequence[Request]], copies: Sequence[str], forget: Sequence[Record], named: Source,
     observer: Observer,
 ) -> Earlier | None:  # fmt: skip
-    """The additions of the ``latest`` request on each of ``copies`` to the records to ``forget``, which ``named`` is
-    the source of; None if there are none. ``with_change``: whether a training can continue from the earlier change.
+    """The records of the requests ``before`` on each of ``copies`` that are not among those to ``forget``, which
+    ``named`` is the source of; None if it is the same request again, or the first one.
 
     Raises UsageError if the copies have not had the same requests: they would not be trained identically, and one
-    server's copy on the records of requests to another.
+    server's copy on the records of requests to another. Raises MpuError if records are gone: the new delta would bring
+    them back.
     """
-    records: list[Record] = []
-    sources: list[Source] = []
-    gone: list[str] = []
-    for request in latest.values():
-        of_request, their_sources, missing = records_so_far(request, [*forget, *records], named, observer)
-        records += of_request
-        sources += their_sources
-        gone += [name for name in missing if name not in gone]
-    requests = list(latest.values())
-    digests = {source.digest for request in requests for source in request.sources}
-    if not records and not gone and digests <= {named.digest}:
-        return None  # the same request again
-    if len(latest) < len(copies) or any(request.sources != requests[0].sources for request in requests):
+    sources_of_copies = [_distinct_sources(requests) for requests in before.values()]
+    if {source.digest for sources in sources_of_copies for source in sources} <= {named.digest}:
+        return None
+    if len(before) < len(copies) or any(sources != sources_of_copies[0] for sources in sources_of_copies):
         raise UsageError(
             "not all of these copies have had the same earlier requests",
             "name the copies that have, or use --alone",
         )
-    for request in requests:
-        if with_change and not Path(request.delta).exists():
-            observer.note(f"{request.delta}: gone, so the training starts over from the copy")
-            with_change = False
-    for name in gone:
-        observer.warn(
-            f"{name}: gone or replaced, so the records of an earlier request are neither trained on nor looked at "
-            f"again; the change that forgot them is {'kept' if with_change else 'lost'}"
-        )
-    also = f"{counted(len(records), 'record')} of earlier requests on the same copy are unlearned, too, and "
-    observer.note(f"{also if records else ''}the new delta takes the place of the earlier one; not with --alone")
-    continuations = {
-        copy: Continuation(request.weights, Path(request.delta) if with_change else None, request.change, request.scale)
-        for copy, request in latest.items()
-    }
-    return Earlier(records, sources, 1 + max(len(request.sources) for request in requests), continuations)
-
-
-def records_so_far(
-    request: Request, known: Sequence[Record], named: Source, observer: Observer
-) -> tuple[list[Record], list[Source], list[str]]:
-    """The records of an earlier ``request`` that are not among ``known``, the sources that they are from, and those
-    whose records are gone or have been replaced, as ``--forget`` named them, unless a file of those ``named`` now has
-    the same ones."""
-    keys = {record.key for record in known}
+    keys = {record.key for record in forget}
     records: list[Record] = []
-    sources, gone = [], []
-    for source in request.sources:
+    sources = []
+    for source in sources_of_copies[0]:
         source_records = source.read(observer)
         if source_records is None:
-            files = [replace(named, forget=name, digest=source.digest) for name in named.forget.splitlines()]
-            if all(file.read() is None for file in files):
-                gone.append(", ".join(source.forget.splitlines()))
+            moved = [replace(named, forget=name, digest=source.digest) for name in named.forget.splitlines()]
+            if all(file.read() is None for file in moved):
+                raise MpuError(
+                    f"{', '.join(source.forget.splitlines())}: gone or replaced; the new delta takes the place of the "
+                    "one that forgot its records",
+                    "put it back, name the same records with --forget, or ask for a copy of the unlearned model",
+                )
             continue
-        added = [record for record in source_records if record.key not in keys]
-        if added:
+        if added := [record for record in source_records if record.key not in keys]:
             records += added
             keys |= {record.key for record in added}
             sources.append(source)
-    return records, sources, gone
+    also = f"{counted(len(records), 'record')} of earlier requests on the same copy are unlearned, too, and "
+    observer.note(f"{also if records else ''}the new delta takes the place of the earlier one; not with --alone")
+    weights = {copy: requests[0].weights for copy, requests in before.items()}
+    return Earlier(records, sources, 1 + len(sources_of_copies[0]), weights)
+
+
+def _distinct_sources(requests: Sequence[Request]) -> list[Source]:
+    """Those of the last request first."""
+    sources: list[Source] = []
+    for request in reversed(requests):
+        sources += [source for source in request.sources if source not in sources]
+    return sources

@@ -27,7 +27,7 @@ from mpu_cli.files.manifest import (
     read_copy_manifest,
     resume_folder,
 )
-from mpu_cli.files.reader import LOST_TO_ROUNDING, fingerprint, open_checkpoint
+from mpu_cli.files.reader import LOST_TO_ROUNDING, fingerprint
 from mpu_cli.files.resumption import write_atomically
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import MAX_SHARD, CheckpointWriter, nbytes_of
@@ -35,7 +35,7 @@ from mpu_cli.model.device import device_of, memory_in_mind, processes_of
 from mpu_cli.model.load import load, load_once_per_host, releasing_memory, vocabulary_size
 from mpu_cli.model.network import Answers, AnswerScore
 from mpu_cli.model.source import Model, open_model
-from mpu_cli.model.tensors import in_memory, share_in_4_bits
+from mpu_cli.model.tensors import share_in_4_bits
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import flat
 from mpu_cli.options.unlearning import AUTO, Checks, Logging, Training, Unlearning
@@ -75,7 +75,6 @@ from mpu_cli.training.loop import NO_LOGGING, Losses, Step, schedule, seed_train
 from mpu_cli.training.losses import ALGORITHMS
 from mpu_cli.training.rates import scored_at_once, with_epochs, with_precision, with_rate
 from mpu_cli.training.reference import ExampleSet, ExampleSets, freeze, load_references, save_references
-from mpu_cli.training.requests import Continuation
 from mpu_cli.training.stopping import EarlyStopping, Scorer, StepScores, StoppingRule, pulling_level, spread
 from mpu_cli.wording import counted
 
@@ -220,7 +219,7 @@ class UnlearningTask:
     ledger: Path | None = None  # in which the training is written down before any record meets the model
     checks: Checks | None = None  # for signs that the model was built to carry records out
     stopping_rule: StoppingRule | None = None  # in place of a number of epochs
-    start: Continuation | None = None  # an earlier change of the same copy, from which the training continues
+    expected_weights: str | None = None  # the fingerprint of the only weights that the records may meet
     on_written: Callable[[UnlearningResult, Path], None] | None = None  # before the delta, at this path, gets its name
     observer: Observer = SILENT
 
@@ -260,8 +259,6 @@ class UnlearningTask:
                 before, probabilities = measure(to_train, sets, self.options, is_frozen=not self.read_reference)
             self._inspect_copy(signs, entry, before)
             early_stopping = self._settle_level(to_train, sets, before, probabilities)
-            if self.start and self.start.delta:
-                self._add_earlier_change(self.start, self.start.delta, to_train)
             if early_stopping and checkpoints and steps_done:
                 early_stopping.resume(checkpoints.of_step(steps_done))
             if early_stopping:
@@ -373,9 +370,9 @@ class UnlearningTask:
                     "use --lora rank with --lora targets that leave the experts out",
                 )
             self.private = plan_privately(self.data, options, self.objective)
-        needs_fingerprint = self.is_main_process and (self.ledger or self.logging.resume or self.start)
+        needs_fingerprint = self.is_main_process and (self.ledger or self.logging.resume or self.expected_weights)
         self.fingerprint = fingerprint(copy.checkpoint) if needs_fingerprint else ""  # of the copy's weights
-        if self.start and self.start.weights != self.fingerprint:
+        if self.expected_weights and self.expected_weights != self.fingerprint:
             raise MpuError(
                 f"{copy.source}: has the name of a copy that you trained on before, and other weights",
                 "nothing was trained; ask its owner, or use --alone",
@@ -523,8 +520,7 @@ class UnlearningTask:
         if rule := self.stopping_rule:
             stopping = [rule.facts(), asdict(rule.schedule) if rule.schedule else None]
         weights = [self.fingerprint, self.copy.checkpoint.metadata]
-        start = fingerprint(open_checkpoint(self.start.delta)) if self.start and self.start.delta else None
-        return _digest([decided, *weights, records_digest(self.data), self.copy.reading_context, stopping, start])
+        return _digest([decided, *weights, records_digest(self.data), self.copy.reading_context, stopping])
 
     def _inspect_copy(self, signs: list[str], entry: LedgerEntry | None, before: Measured | None) -> None:
         """Write the losses down, and note if no check of the copy found anything. Raises MpuError for signs that it was
@@ -587,25 +583,6 @@ class UnlearningTask:
         self.objective = replace(self.objective, constants=constants)
         return early_stopping
 
-    def _add_earlier_change(self, start: Continuation, path: Path, model: PreTrainedModel) -> None:
-        """Add an earlier change to ``model``, as long as it was before a share of it was returned."""
-        delta = open_checkpoint(path, links=False)
-        # Another one may be of another server's records, which this one is not to see: names of copies repeat.
-        if fingerprint(delta) != start.change:
-            raise MpuError(
-                f"{path}: not the delta that the earlier request on this copy returned",
-                "put that one back, remove it to start over, or use --alone",
-            )
-        parameters = in_memory(model, delta.tensors)
-        if any(name not in parameters or parameters[name].shape != info.shape for name, info in delta.tensors.items()):
-            raise MpuError(f"{path}: not a change of this copy", "use --alone, or remove it to start over")
-        with torch.no_grad():
-            for name in delta.tensors:
-                change = delta.tensor(name).to(parameters[name].device, torch.float32)
-                if not change.isfinite().all():
-                    raise MpuError(f"{path}: {name!r} holds NaN or Inf", "remove it to start over")
-                parameters[name].add_(change / start.scale)
-
     def _write_schedule(self, entry: LedgerEntry | None, round_schedule: RoundSchedule) -> None:
         """Write the training's schedule down, which the other copies of its round follow."""
         if self.ledger and entry and self.stopping_rule and not self.stopping_rule.schedule:
@@ -627,7 +604,6 @@ class UnlearningTask:
         decided |= {"reference_file": self.reference_file is not None and manifest.round > 1}
         if round_schedule:
             decided |= asdict(round_schedule)
-        decided["continued"] = self.start is not None and self.start.delta is not None
         versions = {name: version(name) for name in ("torch", "transformers")}
         facts = {"records": records_digest(self.data), "options": decided, "versions": versions}
         try:

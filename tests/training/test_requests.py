@@ -1,4 +1,4 @@
-"""Further requests on a copy: what is trained again, on which weights, and from which change."""
+"""Further requests on a copy: what is trained again, and on which weights."""
 
 from __future__ import annotations
 
@@ -40,28 +40,26 @@ def double_weights(copy: Path) -> None:
     save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, weights, metadata)
 
 
-@pytest.mark.parametrize("further", [(), ("--lora", "rank=2"), "delta gone"])
-def test_earlier_records_are_trained_on_no_other_weights(mpu: Callable, root: Path, further: tuple | str) -> None:
-    """A server sends other weights under the name of a copy that was trained on: whatever the new training starts from,
-    no record of an earlier request meets them."""
+@pytest.mark.parametrize("further", [(), ("--lora", "rank=2")])
+def test_earlier_records_are_trained_on_no_other_weights(mpu: Callable, root: Path, further: tuple) -> None:
+    """A server sends other weights under the name of a copy that was trained on: no record of an earlier request meets
+    them."""
     mpu(*unlearn("copy_1", forget="first.jsonl"), cwd=root)
     double_weights(root / "copy_1")
-    if further == "delta gone":
-        (root / "deltas/copy_1.safetensors").unlink()
-        further = ()
     mpu(*unlearn("copy_1", forget="second.jsonl"), *further, cwd=root, fails="and other weights")
     assert not (root / "deltas/request_2").exists()
 
 
-def test_a_training_goes_on_from_the_change_of_its_own_copy(mpu: Callable, root: Path) -> None:
-    """Another server's copy has the same name and shapes, and --force puts its delta in the place of the first one's:
-    the change that its records made is not sent to the first server."""
+def test_a_further_request_is_one_for_all_records(mpu: Callable, root: Path) -> None:
+    """Its delta is, bit for bit, that of a client which names them all at once."""
     mpu(*unlearn("copy_1", forget="first.jsonl"), cwd=root)
-    (root / "other").mkdir()
-    mpu("publish", "../base", "--copies", 1, "--kappa", 0, cwd=root / "other")
-    mpu(*unlearn("other/copy_1", forget="second.jsonl"), "--force", cwd=root)
-    mpu(*unlearn("copy_1", forget="second.jsonl"), cwd=root, fails="not the delta that the earlier request")
-    assert not (root / "deltas/request_2").exists()
+    mpu(*unlearn("copy_1", forget="second.jsonl"), cwd=root)
+    at_once = (*unlearn("copy_1", forget="second.jsonl"), "--forget", "first.jsonl", "--alone", "--out", "all")
+    mpu(*at_once, cwd=root)
+    further = load_file(root / "deltas/request_2/copy_1.safetensors")
+    at_once = load_file(root / "all.safetensors")
+    assert further.keys() == at_once.keys()
+    assert all(torch.equal(further[name], change) for name, change in at_once.items())
 
 
 @pytest.mark.parametrize("prompt", ["s" * 300, "base", "Be brief.\n"])
@@ -73,34 +71,37 @@ def test_text_that_is_no_path_is_noted_as_it_is(mpu: Callable, root: Path, promp
     assert request.options["retain"] == str(root / "retain.jsonl")
 
 
-def test_records_that_were_replaced_do_not_pass_for_those_of_an_earlier_request(mpu: Callable, root: Path) -> None:
-    """One file serves for one request after the other: the second training goes on from the change of the first, which
-    its delta takes the place of, and check does not judge other records by the first request."""
+@pytest.mark.parametrize("content", [None, "second.jsonl", "no record\n"])
+def test_a_request_whose_records_are_gone_is_not_replaced(mpu: Callable, root: Path, content: str | None) -> None:
+    """Its file is deleted, serves for the next request, or cannot be read any more: a delta without its records would
+    bring them back, and check does not judge other records by that request."""
     mpu(*unlearn("copy_1", forget="first.jsonl"), cwd=root)
-    (root / "second.jsonl").replace(root / "first.jsonl")
+    first = root / "first.jsonl"
+    first.unlink()
+    if content:
+        first.write_text((root / content).read_text() if content.endswith(".jsonl") else content)
     mpu("check", "copy_2", cwd=root, refused="first.jsonl: gone or replaced")
-    again = mpu(*unlearn("copy_1", forget="first.jsonl"), cwd=root)
-    assert "first.jsonl: gone or replaced" in again.err
-    assert "is kept" in again.err
-    first = load_file(root / "deltas/copy_1.safetensors")
-    second = load_file(root / "deltas/request_2/copy_1.safetensors")
-    assert sum((second[name] * first[name]).sum() for name in first) > 0.5 * sum((x * x).sum() for x in first.values())
+    mpu(*unlearn("copy_1", forget="second.jsonl"), cwd=root, fails="first.jsonl: gone or replaced")
+    assert not (root / "deltas/request_2").exists()
+
+
+def test_a_request_after_one_alone_has_the_records_of_all(mpu: Callable, root: Path) -> None:
+    """Its delta takes the place of both earlier ones."""
+    mpu(*unlearn("copy_1", forget="first.jsonl"), cwd=root)
+    mpu(*unlearn("copy_1", forget="second.jsonl"), "--alone", "--out", "alone.safetensors", cwd=root)
+    write_records(root / "third.jsonl", 4, 5)
+    assert "11 records of earlier requests" in mpu(*unlearn("copy_1", forget="third.jsonl"), cwd=root).err
+    assert (root / "deltas/request_3/copy_1.safetensors").exists()
 
 
 def test_earlier_records_that_were_moved_and_named_again_are_not_gone(mpu: Callable, root: Path) -> None:
-    """The change that forgot them is kept, and nobody is told that they are not looked at."""
+    """They are trained on, from where they are now."""
     mpu(*unlearn("copy_1", forget="first.jsonl"), cwd=root)
     (root / "first.jsonl").rename(root / "moved.jsonl")
-    again = mpu(*unlearn("copy_1", forget="second.jsonl"), "--forget", "moved.jsonl", cwd=root)
-    assert "gone or replaced" not in again.err
+    mpu(*unlearn("copy_1", forget="second.jsonl"), "--forget", "moved.jsonl", cwd=root)
     assert (root / "deltas/request_2/copy_1.safetensors").exists()
-
-
-def test_earlier_records_that_cannot_be_read_any_more_end_no_request(mpu: Callable, root: Path) -> None:
-    """They are as good as gone; that is said of their file, and not that this request's is wrong."""
-    mpu(*unlearn("copy_1", forget="first.jsonl"), cwd=root)
-    (root / "first.jsonl").write_text("no record\n")
-    assert "first.jsonl: gone or replaced" in mpu(*unlearn("copy_1", forget="second.jsonl"), cwd=root).err
+    [source] = read_requests(default_requests_path())[-1].sources
+    assert len(source.read() or ()) == 11
 
 
 def test_records_of_one_server_are_not_trained_on_the_copy_of_another(mpu: Callable, root: Path) -> None:
