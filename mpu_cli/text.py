@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from pathlib import Path
 
-MARK = "\ufeff"  # a byte order mark, decoded
+BYTE_ORDER_MARK = "\ufeff"  # a byte order mark, decoded
 BYTE_ORDER_MARKS = {  # that of UTF-32 begins with that of UTF-16
     codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32",
     codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16",
@@ -20,4 +20,4 @@ def encoding_of(content: bytes) -> str:
 def read_text(path: Path) -> str:
     """The text of a file, without its byte order mark. Raises OSError or UnicodeDecodeError."""
     content = path.read_bytes()
-    return content.decode(encoding_of(content)).removeprefix(MARK)
+    return content.decode(encoding_of(content)).removeprefix(BYTE_ORDER_MARK)

@@ -93,7 +93,7 @@ class Aggregate(Command):
 
     def preview(self, observer: Observer) -> Preview:
         """All deltas are checked, except for their numbers."""
-        from mpu_cli.protocol.stream import BUFFERS
+        from mpu_cli.protocol.copies import BUFFERS
 
         plan = self.plan(observer)
         notes = []

@@ -45,7 +45,7 @@ class Invert(Command):
         return keys, open_deltas(paths, keys)
 
     def preview(self, observer: Observer) -> Preview:
-        from mpu_cli.protocol.stream import BUFFERS
+        from mpu_cli.protocol.copies import BUFFERS
 
         _, deltas = self._opened(observer)
         return Preview(

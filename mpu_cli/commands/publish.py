@@ -173,8 +173,8 @@ class Publish(Command):
         return run or run_of_base or "", following_round
 
     def preview(self, observer: Observer) -> Preview:
+        from mpu_cli.protocol.copies import BUFFERS
         from mpu_cli.protocol.review import remarks_on_plan
-        from mpu_cli.protocol.stream import BUFFERS
 
         plan = self.plan(observer)
         folders = (

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Read:
+class CheckedReceipt:
     """A receipt whose signatures match; the ``public_keys`` that signed it and those that were expected, ``pinned``, by
     party; the ``opening`` key of its records, if they were compared, or the ``mismatch``."""
 
@@ -85,7 +85,7 @@ class Receipt(Command):
     server_key: str | None = option(None, "The server's public key: fail if another one signed.", metavar="HEX")
     opening: Opening = group(Opening)
 
-    def run(self, observer: Observer = SILENT) -> Read:
+    def run(self, observer: Observer = SILENT) -> CheckedReceipt:
         """Check the signatures, countersign, compare the records, as far as each is asked for."""
         from mpu_cli.measuring.receipt import as_text, check_signatures, commitment_to, public_key_of, read_receipt
         from mpu_cli.protocol.publication import server_secret
@@ -115,7 +115,7 @@ class Receipt(Command):
             pinned["server"] = pinned["server"] or signing_key
         self._check_pinned("server", public_keys, pinned)
         if not self.forget:
-            return Read(document, public_keys, pinned, None)
+            return CheckedReceipt(document, public_keys, pinned, None)
         key = self._opening_key(document)
         sources = {"forget": self.forget, "retain": self.retain, "unseen": self.unseen}
         sets = {name: read_records(source, self.reading) for name, source in sources.items() if source}
@@ -124,7 +124,7 @@ class Receipt(Command):
             mismatch = MpuError(
                 f"{self.file}: other records were measured, or the key is another's", "name those of `mpu check`"
             )
-        return Read(document, public_keys, pinned, key.hex(), mismatch)
+        return CheckedReceipt(document, public_keys, pinned, key.hex(), mismatch)
 
     def _check_pinned(self, party: str, public_keys: Mapping[str, str], pinned: Mapping[str, str | None]) -> None:
         expected = pinned[party]
@@ -191,7 +191,7 @@ class Receipt(Command):
                 "--opening: not hexadecimal", "use what the client's `mpu receipt --forget` printed"
             ) from error
 
-    def report(self, read: Read, observer: Observer) -> Report:
+    def report(self, read: CheckedReceipt, observer: Observer) -> Report:
         _tell_measured(read.document, observer)
         _tell_signatures(read, observer)
         if self.keys:
@@ -272,7 +272,7 @@ def _tell_measured(document: Document, observer: Observer) -> None:
         )
 
 
-def _tell_signatures(read: Read, observer: Observer) -> None:
+def _tell_signatures(read: CheckedReceipt, observer: Observer) -> None:
     """The signers, whether each is known to be that party, and the statement of the server."""
     for party, public_key in read.public_keys.items():
         observer.note(f"signed as the {party} with the public key {public_key}")

@@ -202,7 +202,7 @@ INDEX = ".index.json"  # how an index of shards ends
 INDEX_NAME = f"model.safetensors{INDEX}"
 WEIGHTS_NAME = "model.safetensors"
 ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"  # peft's
-MARK = "mpu"  # of a file's metadata, mpu's own entry; other tools add what they like
+MPU_ENTRY = "mpu"  # of a file's metadata, mpu's own entry; other tools add what they like
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 SHARD = re.compile(r"-\d{5}-of-(?P<count>\d{5})\.safetensors\Z")
 MOST_TENSORS, MOST_HEADERS = 200_000, 2 * MAX_HEADER  # tensors and bytes of headers, over all shards
@@ -347,7 +347,7 @@ def _open_shards(index: Path, links: bool) -> Checkpoint:
         if not os.path.lexists(index.parent / shard):
             raise MpuError(f"{index}: shard {shard} is missing", "download it")
         shard_tensors, shard_metadata = read_header(index.parent / shard, links=links)
-        if metadata is not None and shard_metadata.get(MARK) != metadata.get(MARK):
+        if metadata is not None and shard_metadata.get(MPU_ENTRY) != metadata.get(MPU_ENTRY):
             raise MpuError(
                 f"{index}: {shard} is not of the same publication, round or training as the earlier shards",
                 "download all shards together",

@@ -44,12 +44,12 @@ from mpu_cli.options.declare import as_arguments, declared_options, flat
 from mpu_cli.options.publishing import Aggregating, Copies
 from mpu_cli.options.unlearning import AUTO, Logging, RecordFormat, Unlearning
 from mpu_cli.protocol.combine import aggregate, plan_aggregate
+from mpu_cli.protocol.copies import CopySurvival
 from mpu_cli.protocol.deltas import Owner, open_deltas
 from mpu_cli.protocol.keys import BaseIdentity, Keys, seal, unseal
 from mpu_cli.protocol.noise import ZeroSum, scheme_of
 from mpu_cli.protocol.publication import Publication, settings_of
 from mpu_cli.protocol.publish import Published, Target, plan_publish, publish
-from mpu_cli.protocol.stream import CopySurvival
 from mpu_cli.records.read import read_records
 from mpu_cli.subprocesses import run_mpu
 from mpu_cli.training.checks import check_options, decisive_options, epochs_of, refers_back

@@ -30,7 +30,7 @@ MOST_ROUNDS = 3  # each of which is one more draw of the noise that hides the we
 
 
 @dataclass(frozen=True)
-class Request:
+class PlayedRequest:
     """The result of a request: the last round's model, and the verdict on the model of each round."""
 
     model: Path
@@ -43,7 +43,7 @@ class Request:
 
 def run_until_pass(
     experiment: Experiment, goal: Goal, stopping: Stopping, folder: Path, observer: Observer = SILENT
-) -> Request:
+) -> PlayedRequest:
     """Play both parties, as their commands would, until the client's verdict is a pass, or one that another round makes
     no better, or for as many rounds as ``experiment`` has, MOST_ROUNDS by default. An interrupted run resumes.
 
@@ -67,7 +67,7 @@ class _Rounds:
     folder: Path
     observer: Observer
 
-    def play(self) -> Request:
+    def play(self) -> PlayedRequest:
         most = rounds_of(self.experiment)
         model, verdicts = Path(self.experiment.base), []
         self._publish(model, 1)
@@ -80,7 +80,7 @@ class _Rounds:
             verdicts.append(verdict)
             if not verdict.needs_another_round:
                 break
-        return Request(model, verdicts)
+        return PlayedRequest(model, verdicts)
 
     def _copies(self, number: int) -> Path:
         return self.folder / "client" / f"round_{number}"

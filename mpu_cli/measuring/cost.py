@@ -23,7 +23,7 @@ from mpu_cli.model.source import Model
 from mpu_cli.model.tensors import BYTES, linear_layers
 from mpu_cli.observer import Observer
 from mpu_cli.options.unlearning import Unlearning
-from mpu_cli.protocol.stream import BUFFERS
+from mpu_cli.protocol.copies import BUFFERS
 from mpu_cli.records.encode import EncodedSets, Encoding, Example, answer_tokens
 from mpu_cli.records.forms import Record
 from mpu_cli.training import lora

@@ -27,6 +27,7 @@ from mpu_cli.files.transaction import Transaction
 from mpu_cli.files.writer import CheckpointWriter, TensorSpecs, nbytes_of
 from mpu_cli.model.source import Model, model_specs, not_in_copies, open_model, write_json, write_small_files
 from mpu_cli.observer import SILENT, Observer
+from mpu_cli.protocol.copies import BaseScan, BlockReport, CopyWriter
 from mpu_cli.protocol.keys import BaseIdentity, Keys
 from mpu_cli.protocol.publication import Publication, matching, server_secret
 from mpu_cli.protocol.register import (
@@ -38,7 +39,6 @@ from mpu_cli.protocol.register import (
     sample_of,
     withdraw,
 )
-from mpu_cli.protocol.stream import BaseScan, BlockReport, CopyWriter
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,11 @@ from mpu_cli.files.transaction import Transaction
 from mpu_cli.heap import return_freed_memory
 from mpu_cli.model.source import TOKENIZER_FILES, not_in_copies, open_model
 from mpu_cli.model.transform import as_matrix
+from mpu_cli.protocol.copies import BlockReport
 from mpu_cli.protocol.noise import Scheme, statement
 from mpu_cli.protocol.publication import matching
 from mpu_cli.protocol.publish import Published, PublishPlan, remake_copy
 from mpu_cli.protocol.register import default_register_path, draws_that_average, sample_of
-from mpu_cli.protocol.stream import BlockReport
 from mpu_cli.protocol.verify import in_place, published_as_they_are
 from mpu_cli.wording import counted, few
 

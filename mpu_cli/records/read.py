@@ -53,7 +53,7 @@ from mpu_cli.records.forms import (
     unread_fields,
     unread_marks,
 )
-from mpu_cli.text import BYTE_ORDER_MARKS, MARK, encoding_of
+from mpu_cli.text import BYTE_ORDER_MARK, BYTE_ORDER_MARKS, encoding_of
 from mpu_cli.wording import counted
 
 # Files of records: which of a folder are read, and their rows.
@@ -302,7 +302,7 @@ def _read_text(path: Path, encoding: str | None) -> str:
     if encoding is None or content.startswith((codecs.BOM_UTF8, *BYTE_ORDER_MARKS)):
         encoding = encoding_of(content)
     try:
-        return content.decode(encoding).removeprefix(MARK)
+        return content.decode(encoding).removeprefix(BYTE_ORDER_MARK)
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         problem, hint = f"not {encoding}", "--encoding has to name the file's encoding"

@@ -235,7 +235,7 @@ class Checkpoints:
         return hmac.new(self.secret, message, "sha256").hexdigest()
 
 
-class Saving(TrainerCallback):
+class CheckpointCallback(TrainerCallback):
     """Has the Trainer write a checkpoint after the first step and then as often as CHECKPOINT_SHARE allows, or every
     ``steps`` steps; none after the last, however it is the last, which the result follows. Each is sealed once it is
     complete. If there are ``signals`` to stop, it writes one and ends the training."""

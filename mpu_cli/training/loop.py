@@ -38,8 +38,8 @@ from mpu_cli.options.unlearning import Logging, Training
 from mpu_cli.records.encode import IGNORED, Example, answer_tokens, pad
 from mpu_cli.training.execution import (
     KEPT_CHECKPOINTS,
+    CheckpointCallback,
     Checkpoints,
-    Saving,
     as_wide_as,
     check_sharding,
     compiled_layers,
@@ -47,7 +47,7 @@ from mpu_cli.training.execution import (
     step_of,
     whole_head,
 )
-from mpu_cli.training.losses import Objective, Scores, locate_answers
+from mpu_cli.training.losses import Objective, Outputs, locate_answers
 from mpu_cli.training.optimizers import make_optimizer
 from mpu_cli.training.rates import records_at_once, remarks_on_warmup
 from mpu_cli.training.reference import ExampleSets, forward, length_of_answers
@@ -301,16 +301,16 @@ class UnlearningTrainer(Trainer):
         loss = loss * self.accelerator.num_processes
         return (loss, None) if return_outputs else loss
 
-    def _scores(self, model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, Scores]:
+    def _scores(self, model: torch.nn.Module, inputs: Mapping[str, Any]) -> dict[str, Outputs]:
         """One pass of the model over all rows, divided among the sets."""
         objective = self._objective
         layer = objective.constants.layer if any(map(objective.reads_layer, inputs["sets"])) else None
         together = forward(model, inputs["batch"], layer=layer, head=self._head, own_head=self._own_head)
-        scores_of: dict[str, Scores] = {}
+        scores_of: dict[str, Outputs] = {}
         row = token = 0
         for name, part in inputs["sets"].items():
             tokens = slice(token, token + part["tokens"])
-            scores_of[name] = Scores(
+            scores_of[name] = Outputs(
                 targets=together.targets[tokens],
                 logits=Logits(together.logits.states[tokens], together.logits.head),
                 hidden=None if together.hidden is None else together.hidden[tokens],
@@ -530,7 +530,7 @@ def train(
             trainer.add_callback(early_stopping)
         if checkpoints:
             signals = stack.enter_context(defer_signals(second_ends=True))
-            trainer.add_callback(Saving(logging.checkpoint_steps, checkpoints, signals))
+            trainer.add_callback(CheckpointCallback(logging.checkpoint_steps, checkpoints, signals))
         trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
         return trainer.model
 
@@ -552,7 +552,7 @@ def _arguments(
         seed=training.seed,
         use_cpu=device.type == "cpu",
         report_to=[logging.report_to] if logging.report_to else [],
-        save_strategy="no",  # ``Saving`` decides
+        save_strategy="no",  # ``CheckpointCallback`` decides
         save_total_limit=KEPT_CHECKPOINTS,
         logging_strategy="steps" if logging.report_to else "no",
         logging_steps=1,

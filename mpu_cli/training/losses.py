@@ -27,7 +27,7 @@ from mpu_cli.records.encode import IGNORED
 
 
 @dataclass(frozen=True)
-class Scores:
+class Outputs:
     """A model's outputs on the labelled tokens of one set, in (a part of) a step; beside them the frozen copy's."""
 
     targets: torch.Tensor  # the labelled tokens, (tokens,)
@@ -109,15 +109,15 @@ def score(
     hidden: torch.Tensor | None = None,
     answers: Mapping[str, torch.Tensor] | None = None,
     reference: Any = None,
-) -> Scores:
-    """Scores from logits (examples, length, vocabulary) and labels (examples, length), in float32 or wider.
+) -> Outputs:
+    """Outputs from logits (examples, length, vocabulary) and labels (examples, length), in float32 or wider.
 
     With a ``head``, ``logits`` are the states (examples, length, width) that it computes them from. ``hidden``:
     (examples, length, width). ``answers`` are those of ``locate_answers``, where they are known: to find them on a GPU
     takes waiting for it. The counts are those of this batch alone.
     """
     rows, columns, targets = (answers or locate_answers(labels)).values()
-    return Scores(
+    return Outputs(
         targets=targets,
         logits=Logits(logits[rows, columns], head),
         hidden=None if hidden is None else hidden[rows, columns],
@@ -129,12 +129,12 @@ def score(
     )
 
 
-def gradient_ascent(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
+def gradient_ascent(forget: Outputs, alternate: Outputs | None, constants: Constants) -> torch.Tensor:
     """−(token mean cross-entropy): climb the loss (Jang et al., 2023)."""
     return -forget.cross_entropy
 
 
-def hinge(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
+def hinge(forget: Outputs, alternate: Outputs | None, constants: Constants) -> torch.Tensor:
     """mean_i max(0, (1/|y_i|)·log p_i − b): climbs the loss of each record until its answer is as improbable as b.
 
     Gradient ascent has no end; here a record stops pulling once its answer is improbable enough. It is flooding (Ishida
@@ -144,13 +144,13 @@ def hinge(forget: Scores, alternate: Scores | None, constants: Constants) -> tor
     return forget.example_mean((mean_log_probs - constants.level).clamp(min=0))
 
 
-def npo(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
+def npo(forget: Outputs, alternate: Outputs | None, constants: Constants) -> torch.Tensor:
     """−(2/β)·mean_i log σ(−β·(log p_i − log p_ref,i)) (Zhang et al., 2024)."""
     ratio = forget.sequence_log_probs - forget.reference
     return -(2 / constants.beta) * forget.example_mean(logsigmoid(-constants.beta * ratio))
 
 
-def dpo(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
+def dpo(forget: Outputs, alternate: Outputs | None, constants: Constants) -> torch.Tensor:
     """−(2/β)·mean_i log σ(β·((log p_w − log p_ref,w) − (log p_l − log p_ref,l))) (Rafailov et al., 2023).
 
     w is the alternative answer, l the one to forget. With alternatives that the model itself gives, it is AltPO (Mekala
@@ -162,14 +162,14 @@ def dpo(forget: Scores, alternate: Scores | None, constants: Constants) -> torch
     return -(2 / constants.beta) * forget.example_mean(logsigmoid(constants.beta * (won - lost)))
 
 
-def simnpo(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
+def simnpo(forget: Outputs, alternate: Outputs | None, constants: Constants) -> torch.Tensor:
     """−(2/β)·mean_i log σ(−(β/|y_i|)·log p_i − β·δ) (Fan et al., 2024)."""
     mean_log_probs = forget.sequence_log_probs / forget.lengths
     margin = -constants.beta * mean_log_probs - constants.beta * constants.simnpo_delta
     return -(2 / constants.beta) * forget.example_mean(logsigmoid(margin))
 
 
-def undial(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
+def undial(forget: Outputs, alternate: Outputs | None, constants: Constants) -> torch.Tensor:
     """Token mean cross-entropy between softmax(z_ref − β·onehot(y)) and the model (Dong et al., 2024)."""
 
     def losses(logits: torch.Tensor, targets: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ def undial(forget: Scores, alternate: Scores | None, constants: Constants) -> to
     return forget.token_mean(forget.logits.per_token(losses, forget.targets, frozen=forget.reference))
 
 
-def ceu(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
+def ceu(forget: Outputs, alternate: Outputs | None, constants: Constants) -> torch.Tensor:
     """Token mean cross-entropy between the model's own prediction without the answer's token, softmax(z with z_y = −∞),
     detached, and the model (CE-U; Yang, 2025)."""
 
@@ -191,7 +191,7 @@ def ceu(forget: Scores, alternate: Scores | None, constants: Constants) -> torch
     return forget.token_mean(forget.logits.per_token(losses, forget.targets))
 
 
-def pdu(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
+def pdu(forget: Outputs, alternate: Outputs | None, constants: Constants) -> torch.Tensor:
     """Token mean of (max z − mean z)², which is 0 where all tokens are as probable (PDU; Entesari et al., 2025).
 
     The retain term is a constraint there: α is its multiplier, which each step changes.
@@ -203,19 +203,19 @@ def pdu(forget: Scores, alternate: Scores | None, constants: Constants) -> torch
     return forget.token_mean(forget.logits.per_token(margins))
 
 
-def satimp(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
+def satimp(forget: Outputs, alternate: Outputs | None, constants: Constants) -> torch.Tensor:
     """−(token mean of p^β₁·(1−p)^β₂·cross-entropy), the weights detached (Yang et al., 2025)."""
     p = forget.log_probs.detach().exp()
     return forget.token_mean(p**constants.beta1 * (1 - p) ** constants.beta2 * forget.log_probs)
 
 
-def wga(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
+def wga(forget: Outputs, alternate: Outputs | None, constants: Constants) -> torch.Tensor:
     """−(token mean of p^β·cross-entropy), the weights detached (Wang et al., 2025)."""
     p = forget.log_probs.detach().exp()
     return forget.token_mean(p**constants.beta * forget.log_probs)
 
 
-def rmu(forget: Scores, alternate: Scores | None, constants: Constants) -> torch.Tensor:
+def rmu(forget: Outputs, alternate: Outputs | None, constants: Constants) -> torch.Tensor:
     """Token mean of ‖h − c·u‖²/width: steers a layer's hidden states to a random unit vector u (Li et al., 2024)."""
     assert forget.hidden is not None  # as ``Algorithm.hidden`` asks for them
     hidden = at_least_float32(forget.hidden)
@@ -223,12 +223,12 @@ def rmu(forget: Scores, alternate: Scores | None, constants: Constants) -> torch
     return forget.token_mean(mse_loss(hidden, target.expand_as(hidden), reduction="none").mean(-1))
 
 
-def retain_nll(retain: Scores) -> torch.Tensor:
+def retain_nll(retain: Outputs) -> torch.Tensor:
     """Token mean cross-entropy."""
     return retain.cross_entropy
 
 
-def retain_kl(retain: Scores) -> torch.Tensor:
+def retain_kl(retain: Outputs) -> torch.Tensor:
     """Token mean of KL(p_ref ‖ p) over the vocabulary."""
 
     def divergence(logits: torch.Tensor, frozen: torch.Tensor) -> torch.Tensor:
@@ -238,7 +238,7 @@ def retain_kl(retain: Scores) -> torch.Tensor:
     return retain.token_mean(retain.logits.per_token(divergence, frozen=retain.reference))
 
 
-def retain_hidden(retain: Scores) -> torch.Tensor:
+def retain_hidden(retain: Outputs) -> torch.Tensor:
     """Token mean of ‖h − h_ref‖²/width (RMU's own retain term)."""
     assert retain.hidden is not None  # as ``Objective.reads_layer`` asks for them
     hidden = at_least_float32(retain.hidden)
@@ -249,10 +249,10 @@ def retain_hidden(retain: Scores) -> torch.Tensor:
 class Algorithm:
     """An unlearning algorithm: loss = γ·forget + α·retain. With α = 0, no retain set is read."""
 
-    forget: Callable[[Scores, Scores | None, Constants], torch.Tensor]
+    forget: Callable[[Outputs, Outputs | None, Constants], torch.Tensor]
     constants: Constants
     constant_names: tuple[str, ...] = ()  # the constants that the forget term reads besides γ and α
-    reference_outputs: str | None = None  # the frozen copy's outputs that the forget term needs, ``Scores.reference``
+    reference_outputs: str | None = None  # the frozen copy's outputs that the forget term needs, ``Outputs.reference``
     alternate: bool = False
     retain: str = "nll"
     hidden: bool = False
@@ -268,7 +268,7 @@ class Algorithm:
 class RetainTerm(NamedTuple):
     """The function of a retain term, and the frozen copy's outputs that it needs."""
 
-    term: Callable[[Scores], torch.Tensor]
+    term: Callable[[Outputs], torch.Tensor]
     reference_outputs: str | None
 
 
@@ -353,7 +353,7 @@ class Objective:
     retain_loss: str
 
     @property
-    def retain(self) -> Callable[[Scores], torch.Tensor]:
+    def retain(self) -> Callable[[Outputs], torch.Tensor]:
         """The retain term."""
         return RETAIN[self.retain_loss].term
 

@@ -22,7 +22,7 @@ from mpu_cli.files.reader import open_checkpoint
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.model.network import Head, Logits, input_of, output_of_layer, separate_head
 from mpu_cli.records.encode import EncodedSets, Example, answer_tokens, pad
-from mpu_cli.training.losses import Scores, locate_answers, score
+from mpu_cli.training.losses import Outputs, locate_answers, score
 
 EMBEDDING_ROWS = 1 << 14  # of the embedding that are converted to float64 at a time
 FORMAT, VERSION = "mpu-reference", 1
@@ -81,7 +81,7 @@ class ExampleSet:
         return {"reference": torch.cat(outputs)}
 
     def reference(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor | Logits | None:
-        """The frozen copy's outputs for a batch made by ``collect``, as ``Scores`` has them."""
+        """The frozen copy's outputs for a batch made by ``collect``, as ``Outputs`` has them."""
         if self.direction is not None:
             return self.direction
         value = batch.get("reference")
@@ -100,7 +100,7 @@ def forward(
     layer: int | None = None,
     head: Head | None = None,
     own_head: Head | None = None,
-) -> Scores:
+) -> Outputs:
     """Run ``model`` on a batch padded on the right, and score its labels; with ``layer``, also return that layer's
     output.
 

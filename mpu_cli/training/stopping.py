@@ -39,7 +39,7 @@ from mpu_cli.wording import counted
 Value = TypeVar("Value")
 
 
-class FurtherNoise:
+class ProbeNoise:
     """Normal noise on matrices ``before``, the weights by their names, of ``share`` of each one's root mean square.
 
     ``seed`` and the name of a matrix fix its draw, so that it need not be stored; copies in different coordinates
@@ -210,7 +210,7 @@ class Scorer:
         return min(self._max_left / 2, self._max_left + lowest)
 
     @property
-    def fall(self) -> float:
+    def required_fall(self) -> float:
         """By how many nats a token the answers have to fall until they are those of a model that does not know them."""
         return max(0.0, self._known - self._unknown)
 
@@ -225,7 +225,7 @@ class Scorer:
         unknown = self._public.forget if self._public else self.before.get("unseen")
         return UNKNOWN_LEVEL if unknown is None else max(UNKNOWN_LEVEL, math.log(max(fmean(unknown), 1e-9)))
 
-    def adopt_if_unfelt(self, model: PreTrainedModel, noise: FurtherNoise) -> bool:
+    def adopt_if_unfelt(self, model: PreTrainedModel, noise: ProbeNoise) -> bool:
         """Whether ``noise`` takes next to nothing off the log-probability of the answers to forget, and of no single
         one half of what it has to fall: that one would count as forgotten by what the noise does. If so, models are
         scored under it from now on, and compared with what was known under it."""
@@ -236,7 +236,7 @@ class Scorer:
         falls = []
         for before_noise, with_noise in zip(self.before["forget"], noisy["forget"], strict=True):
             falls.append(math.log(max(before_noise, 1e-30) / max(with_noise, 1e-30)))
-        unfelt = fmean(falls) < UNFELT_SHARE * self.fall and max(falls) < self.fall / 2
+        unfelt = fmean(falls) < UNFELT_SHARE * self.required_fall and max(falls) < self.required_fall / 2
         if unfelt:
             self.before = noisy
         return unfelt
@@ -296,11 +296,11 @@ class EarlyStopping(TrainerCallback):
         self._place = _place_for_copies(model)
         # Kept here, and not when the training begins: one that resumes begins with the weights of a checkpoint.
         self._initial = _copy_weights(model, self._place)
-        self._further = FurtherNoise(self._initial, seed + 1, 0.0)  # what the change has to work under
+        self._further = ProbeNoise(self._initial, seed + 1, 0.0)  # what the change has to work under
         is_lora = any("lora_" in name for name in self._initial)  # factors are not weights of the copy
         self._is_lengthened = not (self.is_faithful or is_lora)  # factors' product does not grow as they do
         if self._is_lengthened and not self._round_schedule:
-            further = FurtherNoise(self._initial, seed + 1, noise)
+            further = ProbeNoise(self._initial, seed + 1, noise)
             if scorer.adopt_if_unfelt(model, further):
                 self._further = further
         self.is_scaled = self.is_faithful or self._further.share > 0  # back to what suffices

@@ -245,7 +245,7 @@ class UnlearningTask:
             model, tokenizer = self._load(transaction)  # in no attribute, which would keep them after the training
             entry, earlier = self._register()  # before any record meets the model: what fails on one tells about it
             examples, record_numbers = encoded_sets(model, tokenizer, self.data, self.options, observer=self.observer)
-            signs = self._signs(model, tokenizer, examples)
+            signs = self._warning_signs(model, tokenizer, examples)
             sets = self._with_references(model, examples)
             rule = self.stopping_rule
             if rule and not rule.schedule and entry:  # the first copy of a round leads, the others follow
@@ -258,7 +258,7 @@ class UnlearningTask:
             if self.is_alone:
                 before, probabilities = measure(to_train, sets, self.options, is_frozen=not self.read_reference)
             self._inspect_copy(signs, entry, before)
-            early_stopping = self._settle_level(to_train, sets, before, probabilities)
+            early_stopping = self._set_up_stopping(to_train, sets, before, probabilities)
             if early_stopping and checkpoints and steps_done:
                 early_stopping.resume(checkpoints.of_step(steps_done))
             if early_stopping:
@@ -408,7 +408,9 @@ class UnlearningTask:
             return None, ()
         return entry, earlier
 
-    def _signs(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: EncodedSets) -> list[str]:
+    def _warning_signs(
+        self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: EncodedSets
+    ) -> list[str]:
         """Signs in the copy itself that it was built to carry records out, as far as the checks look for them."""
         signs: list[str] = []
         checks, data = self.checks, self.data
@@ -545,7 +547,7 @@ class UnlearningTask:
                 f"{compared} (docs/protection.md says what such checks miss)"
             )
 
-    def _settle_level(
+    def _set_up_stopping(
         self,
         to_train: PreTrainedModel,
         sets: ExampleSets,

@@ -24,7 +24,7 @@ from transformers import AutoModelForCausalLM
 from mpu_cli.options.unlearning import Training
 from mpu_cli.records.encode import IGNORED, Example, pad
 from mpu_cli.training.loop import train
-from mpu_cli.training.losses import ALGORITHMS, Objective, Scores, score
+from mpu_cli.training.losses import ALGORITHMS, Objective, Outputs, score
 from mpu_cli.training.reference import ExampleSet, freeze
 from tests.helpers.measuring import run_measured
 from tests.helpers.shapes import make
@@ -69,7 +69,7 @@ def ours(options: argparse.Namespace) -> float:
     return clock(model) - started
 
 
-def scores(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Scores:
+def scores(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Outputs:
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False).logits
     return score(logits, batch["labels"])
 

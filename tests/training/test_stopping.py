@@ -30,7 +30,7 @@ from mpu_cli.training.stopping import (
     LEAST_HELD_OUT,
     SHARE_MARGIN,
     EarlyStopping,
-    FurtherNoise,
+    ProbeNoise,
     Scorer,
     StepScores,
     hold_out,
@@ -145,7 +145,7 @@ def test_noise_that_hardly_costs_is_what_the_looks_compare_with(tmp_path: Path, 
     for share, unfelt in ((0.02, True), (2.0, False)):
         model = AutoModelForCausalLM.from_pretrained(demo.model).eval()
         scorer = Scorer(model, sets, 8, None, 0.05)
-        noise = FurtherNoise({name: p.detach().clone() for name, p in model.named_parameters()}, 1, share)
+        noise = ProbeNoise({name: p.detach().clone() for name, p in model.named_parameters()}, 1, share)
         assert scorer.adopt_if_unfelt(model, noise) is unfelt
         if unfelt:
             with torch.no_grad():
@@ -172,7 +172,7 @@ def test_noise_under_which_one_record_is_not_known_is_felt(felt_by_one: float, u
             return {"forget": self.now, "unseen": [0.01] * 40}
 
     scorer, model = UnderNoise(), torch.nn.Linear(2, 2)
-    assert scorer.adopt_if_unfelt(model, FurtherNoise(dict(model.named_parameters()), 1, 0.1)) is unfelt
+    assert scorer.adopt_if_unfelt(model, ProbeNoise(dict(model.named_parameters()), 1, 0.1)) is unfelt
     scorer.now = [felt_by_one, *[0.005] * 39]
     assert scorer.score(model, 10).stands_out is unfelt
 
@@ -204,7 +204,7 @@ def test_further_noise_has_the_size_that_it_says(share: float) -> None:
     """Of each matrix's root mean square; not on vectors; the same for a seed, unrelated for another."""
     matrix = 3 * torch.randn(300, 200, generator=torch.Generator().manual_seed(1))
     before = {"matrix": matrix, "vector": matrix[0]}
-    noises = [FurtherNoise(before, seed, share) for seed in (0, 0, 1)]
+    noises = [ProbeNoise(before, seed, share) for seed in (0, 0, 1)]
     drawn = [noise.noisy("matrix") - matrix for noise in noises]
     assert float(drawn[0].square().mean().sqrt()) == pytest.approx(
         share * float(matrix.square().mean().sqrt()), rel=0.02
@@ -328,7 +328,7 @@ def test_a_copy_with_noise_is_trained_a_multiple_of_what_it_took_to_forget() -> 
         False,
         [],
     )
-    early_stopping._further = FurtherNoise({}, 0, 0.0)
+    early_stopping._further = ProbeNoise({}, 0, 0.0)
     stops = []
     for step, left in ((10, 0.5), (20, 0.01), (30, 0.0), (40, 0.0), (50, 0.0), (60, 0.0), (70, 0.0)):
         early_stopping.history.append(StepScores(step, left, left, kept=0.6, above=0.0))

@@ -125,12 +125,12 @@ def test_checkpoints_by_time_and_none_after_the_last_step(folder, monkeypatch):
     options = options_of(folder, algo="graddiff", epochs=2, template="plain", batch_size=3, lr=1e-3)
     saved: list[int] = []
 
-    class Watched(execution.Saving):
+    class Watched(execution.CheckpointCallback):
         def on_save(self, arguments, state, *args, **more):
             saved.append(state.global_step)
             super().on_save(arguments, state, *args, **more)
 
-    monkeypatch.setattr(loop, "Saving", Watched)
+    monkeypatch.setattr(loop, "CheckpointCallback", Watched)
     monkeypatch.setattr(execution, "CHECKPOINT_SHARE", 1e-9)
     copy, data, logging = open_model(str(folder / "base")), read_dataset(options), Logging(resume=True)
     UnlearningTask(copy, data, options, target=folder / "delta_a", logging=logging).run()

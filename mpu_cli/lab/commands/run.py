@@ -17,7 +17,7 @@ from mpu_cli.wording import counted, in_bytes
 
 if TYPE_CHECKING:
     from mpu_cli.lab.rounds import Outcome
-    from mpu_cli.lab.until_pass import Request
+    from mpu_cli.lab.until_pass import PlayedRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class Run(Command):
     stopping: Stopping = group(Stopping, fold=UNLEARN)
     out: Path = option(Path("run"), "Parent folder of both parties' folders.", metavar="DIR")
 
-    def run(self, observer: Observer = SILENT) -> Outcome | Request:
+    def run(self, observer: Observer = SILENT) -> Outcome | PlayedRequest:
         """The last round's model, and the verdicts on the models of all rounds or the log of a fixed number of them."""
         self._check_options()
         if self.experiment.stops_when_done:
@@ -51,10 +51,10 @@ class Run(Command):
 
         return run(self.experiment, read_dataset(self.experiment.unlearning), self.out, observer)
 
-    def report(self, done: Outcome | Request, observer: Observer) -> Report:
+    def report(self, done: Outcome | PlayedRequest, observer: Observer) -> Report:
         if not self.experiment.stops_when_done:
             return Report([done.model], {"model": done.model, "log": done.log})  # type: ignore[union-attr]
-        request: Request = done  # type: ignore[assignment]
+        request: PlayedRequest = done  # type: ignore[assignment]
         verdicts = [{**asdict(verdict), "verdict": verdict.sentence} for verdict in request.verdicts]
         if not request.passed and (step := request.verdicts[-1].request):
             observer.note(f"next: {step}")

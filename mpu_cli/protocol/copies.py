@@ -1,8 +1,9 @@
-"""The facts of a base that a publication needs before it is written: scales of blocks, fingerprint and content.
+"""Copies of a base: the facts that a publication needs of it, then the copies themselves, with noise and changes of
+coordinates, block by block.
 
-All of it is computed from one reading of the base. The *fingerprint* identifies the files' tensors to the bit. The
-*content* identifies the trained weights whatever dtype they are stored in and whatever lies beside them: it is what
-permanent noise is drawn for.
+Scales of blocks, fingerprint and content are computed from one reading of the base. The *fingerprint* identifies the
+files' tensors to the bit. The *content* identifies the trained weights whatever dtype they are stored in and whatever
+lies beside them: it is what permanent noise is drawn for.
 """
 
 from __future__ import annotations
