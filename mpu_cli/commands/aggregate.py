@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -19,6 +20,7 @@ from mpu_cli.wording import few
 
 if TYPE_CHECKING:
     from mpu_cli.protocol.combine import AggregatePlan, Aggregation, Combined
+    from mpu_cli.protocol.deltas import Owner
     from mpu_cli.protocol.keys import Keys
     from mpu_cli.protocol.noise import ErrorEstimate
     from mpu_cli.protocol.step import ProbedStep
@@ -71,9 +73,11 @@ class Aggregate(Command):
         options = self.aggregating
         if options.step == RESTORE and len(publications) == 1 and not options.probe:
             options = replace(options, step=self._rehearsed(publications[0], observer))
+        owners = owners_of(paths, publications)
+        _warn_of_earlier_deltas(owners, observer)
         return plan_aggregate(
             published_base(publications[0], self.base),
-            owners_of(paths, publications),
+            owners,
             options,
             out=self.out or model_folder(publications[0].round),
             as_adapter=self.as_adapter,
@@ -112,7 +116,6 @@ class Aggregate(Command):
 
         with private_umask():  # no noise covers the result
             plan = self.plan(observer)
-            _warn_of_earlier_deltas(plan, observer)
             result: Aggregation | Combined
             if len(plan.owners) > 1:
                 result = aggregate_owners(plan, observer=observer)
@@ -231,13 +234,13 @@ class Aggregate(Command):
         observer.note(f"applied with a step of {step.chosen:g}, {which}: {rise}")
 
 
-def _warn_of_earlier_deltas(plan: AggregatePlan, observer: Observer) -> None:
+def _warn_of_earlier_deltas(owners: Sequence[Owner], observer: Observer) -> None:
     """Warn of deltas in whose place others were applied, such as those of an earlier request on the same copies."""
     from mpu_cli.files.reader import fingerprint
     from mpu_cli.protocol.updates import last_update, read_updates, update_that_replaced
 
     entries = read_updates()
-    for owner in plan.owners:
+    for owner in owners:
         run, round_ = owner.keys.run, owner.keys.round
         if last_update(entries, run, round_) is None:  # nothing to compare with, so nothing is read
             continue

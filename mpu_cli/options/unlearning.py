@@ -394,7 +394,7 @@ class Stopping(Options):
 
     max_steps: int | None = option(
         None,
-        "Stop after so many steps at the latest (default: 180, or 20 passes over the forget set if more).",
+        "Stop after so many steps at the latest (default: 180, or 40 passes over the forget set if more).",
         above=0,
     )
 

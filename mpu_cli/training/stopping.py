@@ -84,7 +84,7 @@ PLATEAU_EVALUATIONS = 5
 TARGET_SHARE = 0.8
 LEVEL_MARGIN = 1.0  # nats above the level, on average over records, from which the loss hardly pulls any more
 USUAL_STEPS = "30 to 60"  # of a request of 20 to 40 records where permanent noise is felt (docs/stopping.md)
-STEPS, PASSES = 180, 20  # where no limit is given: so many steps, or passes over the records to forget if they are more
+STEPS, PASSES = 180, 40  # where no limit is given: so many steps, or passes over the records to forget if they are more
 
 # A record that has reached the level goes on falling for some steps, by about one nat where the noise is small.
 UNKNOWN_LEVEL, LOWEST_LEVEL, HIGHEST_LEVEL = -3.0, -9.0, -0.5

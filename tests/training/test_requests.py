@@ -180,7 +180,8 @@ def test_earlier_deltas_do_not_replace_later_ones_silently(mpu: Callable, root: 
     took_their_place = []
     for number, request in enumerate(("first", "second", "second", "first")):
         aggregate = ("aggregate", request, "--keys", "keys.bin", "--out", f"model_{number}", "--trust-deltas")
-        outcome = mpu(*aggregate, cwd=root)
+        dry_run, outcome = mpu(*aggregate, "--dry-run", cwd=root), mpu(*aggregate, cwd=root)
+        assert ("took their place" in dry_run.err) == ("took their place" in outcome.err)
         took_their_place.append("took their place" in outcome.err)
         if number < 2:  # under names of its own, beside the publication of the first request's model
             printed = re.search("next: `mpu (.*?)`", outcome.err)
