@@ -146,7 +146,7 @@ class AlgorithmOptions(Options):
     alpha: float | None = option(
         None,
         "α, weight of the retain term (default: 1; hinge 3, gradascent 0, undial 0), 30 for a hinge that stops when it "
-        "is done on a copy whose answers are the model's.",
+        "is done on a copy whose answers are the model's, and more for more than 60 records to forget.",
         least=0,
     )
     beta: float | None = option(None, "β (default: npo 0.1, dpo 0.1, simnpo 4.5, undial 10, wga 1).", above=0)

@@ -245,6 +245,9 @@ def retain_hidden(retain: Outputs) -> torch.Tensor:
     return retain.token_mean((hidden - retain.reference.to(hidden)).square().mean(-1))
 
 
+FAITHFUL_RECORDS = 60  # to forget: for more, the α of a training whose scores are the server's model's grows with them
+
+
 @dataclass(frozen=True)
 class Algorithm:
     """An unlearning algorithm: loss = γ·forget + α·retain. With α = 0, no retain set is read."""
@@ -263,6 +266,10 @@ class Algorithm:
     # α in place of the constants' in a training until it is done whose scores are those of the server's model: slower,
     # and keeps more once scaled back.
     faithful_alpha: float | None = None
+
+    def alpha_if_faithful(self, records: int) -> float | None:
+        """``faithful_alpha`` for so many ``records`` to forget."""
+        return self.faithful_alpha and self.faithful_alpha * max(1.0, records / FAITHFUL_RECORDS)
 
 
 class RetainTerm(NamedTuple):

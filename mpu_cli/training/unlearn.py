@@ -570,10 +570,13 @@ class UnlearningTask:
                 self.observer.stage("score the public model", 1, "done")
                 public = probabilities_under(self.checks.public, examples["forget"], at_once, options.training.device)
             scorer = Scorer(to_train, examples, at_once, public, self.stopping_rule.goal.max_left, probabilities)
+            faithful_alpha = None
+            if options.algorithm_options.alpha is None:
+                faithful_alpha = algorithm.alpha_if_faithful(len(examples["forget"]))
             early_stopping = EarlyStopping(
                 to_train, scorer, self.stopping_rule, self.manifest.noise if self.manifest else 0.0,
                 level=options.algorithm_options.level, alpha=constants.alpha,
-                faithful_alpha=algorithm.faithful_alpha if options.algorithm_options.alpha is None else None,
+                faithful_alpha=faithful_alpha,
                 seed=options.training.seed, observer=self.observer,
             )  # fmt: skip
             constants = replace(constants, alpha=early_stopping.alpha)

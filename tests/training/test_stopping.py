@@ -35,7 +35,7 @@ from mpu_cli.training.stopping import (
     StepScores,
     hold_out,
 )
-from tests.helpers.models import DemoModel
+from tests.helpers.models import DemoModel, random_model, save, write_records
 
 
 @pytest.mark.parametrize("count", [3, 20, 50, 400, 2000])
@@ -392,6 +392,18 @@ def test_a_training_killed_at_an_evaluation_is_the_same_training(
     for resumed in results.values():
         assert resumed[:2] == (round_schedule, scores)
         assert all(torch.equal(resumed[2][name], change) for name, change in whole.items())
+
+
+def test_alpha_grows_with_the_number_of_records_to_forget(mpu: Callable, tmp_path: Path) -> None:
+    """On a model without noise; an α that was asked for stays."""
+    save(random_model("llama"), tmp_path / "base")
+    write_records(tmp_path / "retain.jsonl", 9, 2)
+    schedules = []
+    for count, options in ((20, ()), (90, ()), (90, ("--constants", "alpha=2"))):
+        write_records(tmp_path / "forget.jsonl", count, 1)
+        train = ("unlearn", "base", "--max-steps", 1, "--batch-size", 16, "--force", "--json", *options)
+        schedules.append(mpu(*train, cwd=tmp_path).json["round_schedule"])
+    assert [schedule["alpha"] for schedule in schedules] == [30, 45, 2]
 
 
 def test_a_training_that_ends_too_early_says_so(mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:
