@@ -19,7 +19,7 @@ from pathlib import Path
 
 from tests.benchmarks.outcome import run, scores, shares
 
-STEPS = ("0.8", "0.9", "1", "1.1", "1.15", "1.2", "1.3")
+STEPS = ("0.8", "0.9", "0.95", "1", "1.05", "1.1", "1.15", "1.2", "1.3")
 STEPS_AGAIN = ("0.2", "0.35", "1")
 RATE = "3e-5"  # of the repair
 
