@@ -135,8 +135,8 @@ def requests_before(
     A training on several copies that is resumed has noted its own request for some of them.
     """
     others = [request for request in requests if request.sources[0] != source]
-    by_copy = {copy: [each for each in others if each.is_on(copy, manifest)] for copy, manifest in manifests.items()}
-    return {copy: of_copy for copy, of_copy in by_copy.items() if of_copy}
+    on_copy = {copy: [r for r in others if r.is_on(copy, manifest)] for copy, manifest in manifests.items()}
+    return {copy: of_copy for copy, of_copy in on_copy.items() if of_copy}
 
 
 def request_on(manifest: CopyManifest | None, requests: Sequence[Request]) -> Request | None:
@@ -219,7 +219,8 @@ def earlier_records(
                 raise MpuError(
                     f"{', '.join(source.forget.splitlines())}: gone or replaced; the new delta takes the place of the "
                     "one that forgot its records",
-                    "put it back, name the same records with --forget, or ask for a copy of the unlearned model",
+                    "put it back, or name all records with --forget and --alone; a copy of the unlearned model needs "
+                    "only the new ones",
                 )
             continue
         if added := [record for record in source_records if record.key not in keys]:
