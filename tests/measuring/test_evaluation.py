@@ -452,10 +452,13 @@ class TestEvaluatingADelta:
             truth = question["answer"]
             assert f"{question['question']}\n  truth:   {truth}\n" in checked.err
             assert f"before:  {truth}\n" in checked.err  # the copy knows it by heart
-        assert checked.err.count("after:") == 2
         answers = [line for line in checked.err.splitlines() if line.startswith("  after:")]
-        assert [f"  after:   {each['answer']}" for each in shown.json["answers"]] == answers
-        assert all(line in shown.err.splitlines() for line in answers)
+        assert len(answers) == 2
+        for answer, after, question in zip(answers, shown.json["answers"], questions, strict=True):
+            assert f"  after:   {after['answer']}" in shown.err.splitlines()
+            # Later words of a model that babbles are near ties, which rounding decides: eval drafts its answers.
+            assert answer.split()[1:5] == after["answer"].split()[:4]
+            assert question["answer"] not in answer
 
     def test_another_copys_delta_is_refused(self, mpu: Callable, root: Path) -> None:
         mpu("publish", "base", "--copies", 2, cwd=root)
