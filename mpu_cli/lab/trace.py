@@ -252,7 +252,7 @@ def noise_of(publication: PublicationKeys) -> Noise:
 def templates_of(noise: Noise, scales: Scales) -> torch.Tensor:
     """The matrix from draws to the watermark (row 0) and the noise of each copy that cancels, float64 (noises, draws):
     the draws of what cancels come first, the watermark's last."""
-    cancelling = noise.mixing(Scales(scales.cancelling)).double()
+    cancelling = noise.scaled_mixing(Scales(scales.cancelling)).double()
     templates = torch.zeros(len(cancelling) + 1, cancelling.shape[1] + 1, dtype=torch.float64)
     templates[1:, :-1], templates[0, -1] = cancelling, scales.watermark
     return templates

@@ -302,7 +302,7 @@ class Noise:
 
     randomness: Randomness
     round: int
-    shares: torch.Tensor  # the matrix from the draws of what cancels to each copy's noise, float64 (copies, draws)
+    mixing: torch.Tensor  # the matrix from the draws of what cancels to each copy's noise, float64 (copies, draws)
     double: bool = False  # draw in float64, for calibrated noise
     # the source of the noise that all copies share; None for the publication's own seed
     permanent: Randomness | None = None
@@ -314,7 +314,7 @@ class Noise:
         watermark."""
         keys: list[bytes] = []
         if scales.cancelling:
-            keys += [self.randomness.key("noise", self.round, tensor, i) for i in range(self.shares.shape[1])]
+            keys += [self.randomness.key("noise", self.round, tensor, i) for i in range(self.mixing.shape[1])]
         if scales.permanent and self.permanent:
             # Noise of another scale is another draw: from two multiples of one, anyone could compute it.
             keys.append(self.permanent.key("permanent noise", self.full_name(tensor), scales.permanent.hex()))
@@ -328,9 +328,9 @@ class Noise:
         """Standard normals for elements ``start … stop`` of a tensor, (stop − start,) for each of its ``keys``."""
         return [standard_normals(key, start, stop, double=self.double).to(dtype) for key in keys]
 
-    def mixing(self, scales: Scales) -> torch.Tensor:
+    def scaled_mixing(self, scales: Scales) -> torch.Tensor:
         """The matrix from the draws that ``subkeys`` has keys for to each copy's noise: float64 (copies, draws)."""
-        table = self.shares * scales.cancelling if scales.cancelling else self.shares[:, :0]
+        table = self.mixing * scales.cancelling if scales.cancelling else self.mixing[:, :0]
         same_in_every_copy = [scale for scale in (scales.permanent, scales.watermark) if scale]
         columns = [torch.full((len(table), 1), scale, dtype=table.dtype) for scale in same_in_every_copy]
         return torch.cat([table, *columns], 1)
@@ -339,13 +339,13 @@ class Noise:
         """Rows ``start …`` of a tensor, (rows, columns), with the noise of each copy, from the ``keys`` that the tensor
         has for these ``scales``."""
         if not keys:
-            return [weights] * len(self.shares)
+            return [weights] * len(self.mixing)
         first = start * weights.shape[1]
         draws = self.draws(keys, first, first + weights.numel(), weights.dtype)
         head_draw, *tail_draws = (draw.view_as(weights) for draw in draws)
         copies = []
         # cast first, so that overflow becomes inf instead of raising
-        for factors in self.mixing(scales).to(weights.dtype).tolist():
+        for factors in self.scaled_mixing(scales).to(weights.dtype).tolist():
             noisy = torch.add(weights, head_draw, alpha=factors[0])
             for draw, factor in zip(tail_draws, factors[1:], strict=True):
                 noisy.add_(draw, alpha=factor)
