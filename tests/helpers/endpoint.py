@@ -1,4 +1,5 @@
-"""A completions server like OpenAI's for a small model: ``python -m tests.helpers.endpoint MODEL PORT [--no-echo]``.
+"""A completions server like OpenAI's for a small model: ``python -m tests.helpers.endpoint MODEL [--no-echo]``,
+which prints its port.
 
 Speaks the part of the protocol that vLLM serves and ``mpu eval --endpoint`` uses: /v1/models, and /v1/completions with
 prompts of token ids, echo, logprobs, max_tokens and stop.
@@ -17,7 +18,6 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.helpers.federation import free_ports, is_listening, wait_for
 from tests.helpers.paths import ROOT
 
 
@@ -46,18 +46,15 @@ def completion(model, tokenizer, prompt: list[int], request: dict, echoes: bool)
 @contextmanager
 def serving(model: Path, *options: str) -> Iterator[str]:
     """The address of a server process for ``model``."""
-    [port] = free_ports(1)
-    process = subprocess.Popen([sys.executable, "-m", "tests.helpers.endpoint", str(model), str(port), *options],
-                               cwd=ROOT)  # fmt: skip
-    try:
-        wait_for(lambda: is_listening(port))
-        yield f"http://127.0.0.1:{port}/v1"
-    finally:
-        process.kill()
-        process.wait()
+    command = [sys.executable, "-m", "tests.helpers.endpoint", str(model), *options]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            yield f"http://127.0.0.1:{int(process.stdout.readline())}/v1"
+        finally:
+            process.kill()
 
 
-def serve(folder: Path, port: int, echoes: bool) -> None:
+def serve(folder: Path, echoes: bool) -> None:
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 
     class Handler(BaseHTTPRequestHandler):
@@ -79,8 +76,10 @@ def serve(folder: Path, port: int, echoes: bool) -> None:
         def log_message(self, *_: object) -> None:
             pass
 
-    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    print(server.server_port, flush=True)
+    server.serve_forever()
 
 
 if __name__ == "__main__":
-    serve(Path(sys.argv[1]), int(sys.argv[2]), "--no-echo" not in sys.argv)
+    serve(Path(sys.argv[1]), "--no-echo" not in sys.argv)
