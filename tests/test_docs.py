@@ -196,7 +196,7 @@ def test_the_notebook_runs(demo: DemoModel, tmp_path: Path) -> None:
     outputs = [out for cell in notebook.cells for out in cell.get("outputs", [])]
     shown = "".join(out.text for out in outputs if out.get("name") == "stdout")  # without bars
     after = {line.split()[0]: float(line.split()[-1]) for line in shown.splitlines() if "_Q_A_Prob" in line}
-    assert after["forget_Q_A_Prob"] < 0.6 < 0.85 < after["retain_Q_A_Prob"]
+    assert after["forget_Q_A_Prob"] < 0.6 < 0.9 < after["retain_Q_A_Prob"]
     assert re.search(r"^verdict: \w", shown, re.M)
 
 

@@ -373,7 +373,7 @@ class Unlearn(Command):
         if self.alone:
             before = {}
         if stopping_rule and not options.privacy.public_records:
-            if earlier := earlier_records(before, copies, data.forget, sources[0], observer):
+            if earlier := earlier_records(before, copies, sources[0], observer):
                 sources += earlier.sources
                 data = replace(data, forget=[*data.forget, *earlier.records])
                 expected_weights = earlier.weights

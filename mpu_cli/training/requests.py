@@ -8,10 +8,8 @@ It has paths and never leaves. A further request on the same copy takes the reco
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -34,27 +32,25 @@ SOURCES = ("retain", "unseen", "public")  # options that name files; all other t
 @dataclass(frozen=True)
 class Source:
     """Records to forget: the files that ``--forget`` named, the options by which they are read, as far as they are not
-    the defaults, and a digest of the records."""
+    the defaults, and digests of the records, in order."""
 
     forget: str
     reading: dict[str, Any]
-    digest: str
+    records: list[str]
 
-    def read(self, observer: Observer = SILENT) -> list[Record] | None:
-        """The records; None if they are gone, or have been replaced by others or by what is none."""
+    def read(self, observer: Observer = SILENT) -> list[Record]:
+        """All records that the files have now: none if one of them is gone or cannot be read."""
         if any(name.startswith("/") and not Path(name).exists() for name in self.forget.splitlines()):
-            return None
+            return []
         try:
-            records = list(read_records(self.forget, from_flat(RecordFormat, self.reading), observer=observer))
+            return list(read_records(self.forget, from_flat(RecordFormat, self.reading), observer=observer))
         except MpuError:
-            return None
-        return records if _digest(records) == self.digest else None
+            return []
 
 
-def _digest(records: Sequence[Record]) -> str:
-    """SHA-256 of the distinct records, in whatever order, in hexadecimal."""
-    digests = sorted({digest_of_record(record) for record in records})
-    return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
+def _digests(records: Sequence[Record]) -> list[str]:
+    """Of the distinct records, in whatever order they are."""
+    return sorted({digest_of_record(record) for record in records})
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,7 @@ def source_of(unlearning: Unlearning, forget: Sequence[Record]) -> Source:
     """The source of the records to ``forget`` of a request."""
     differing_options = differing(unlearning.records.reading)
     reading = {name: _noted(name, value) for name, value in differing_options.items()}
-    return Source(from_root(unlearning.records.forget), reading, _digest(forget))
+    return Source(from_root(unlearning.records.forget), reading, _digests(forget))
 
 
 def _noted(name: str, value: object) -> Any:
@@ -167,7 +163,7 @@ def noted_options(request: Request) -> dict[str, Any]:
             "the records of your requests on this copy are read in different ways",
             "name those of one request with --forget",
         )
-    if changed := [source.forget for source in request.sources if source.read() is None]:
+    if changed := [source.forget for source in request.sources if _digests(source.read()) != source.records]:
         raise MpuError(
             f"{changed[0]}: gone or replaced since your request on copy {request.copy} of run {request.run}",
             "put the records back, or name others with --forget",
@@ -190,43 +186,39 @@ class Earlier:
 
 
 def earlier_records(
-    before: Mapping[str, Sequence[Request]], copies: Sequence[str], forget: Sequence[Record], named: Source,
-    observer: Observer,
-) -> Earlier | None:  # fmt: skip
-    """The records of the requests ``before`` on each of ``copies`` that are not among those to ``forget``, which
-    ``named`` is the source of; None if it is the same request again, or the first one.
+    before: Mapping[str, Sequence[Request]], copies: Sequence[str], named: Source, observer: Observer
+) -> Earlier | None:
+    """The records of the requests ``before`` on each of ``copies`` that are not among the ``named`` ones; None if it is
+    the same request again, or the first one.
 
     Raises UsageError if the copies have not had the same requests: they would not be trained identically, and one
     server's copy on the records of requests to another. Raises MpuError if records are gone: the new delta would bring
     them back.
     """
     sources_of_copies = [_distinct_sources(requests) for requests in before.values()]
-    if {source.digest for sources in sources_of_copies for source in sources} <= {named.digest}:
+    if all(source.records == named.records for sources in sources_of_copies for source in sources):
         return None
     if len(before) < len(copies) or any(sources != sources_of_copies[0] for sources in sources_of_copies):
         raise UsageError(
             "not all of these copies have had the same earlier requests",
             "name the copies that have, or use --alone",
         )
-    keys = {record.key for record in forget}
+    digests = set(named.records)
     records: list[Record] = []
     sources = []
     for source in sources_of_copies[0]:
-        source_records = source.read(observer)
-        if source_records is None:
-            moved = [replace(named, forget=name, digest=source.digest) for name in named.forget.splitlines()]
-            if all(file.read() is None for file in moved):
-                raise MpuError(
-                    f"{', '.join(source.forget.splitlines())}: gone or replaced; the new delta takes the place of the "
-                    "one that forgot its records",
-                    "put it back, or name all records with --forget and --alone; a copy of the unlearned model needs "
-                    "only the new ones",
-                )
+        if not (missing := set(source.records) - digests):  # the file may have been renamed, or grown
             continue
-        if added := [record for record in source_records if record.key not in keys]:
-            records += added
-            keys |= {record.key for record in added}
-            sources.append(source)
+        by_digest = {digest_of_record(record): record for record in source.read(observer)}
+        if gone := missing - by_digest.keys():
+            raise MpuError(
+                f"{', '.join(source.forget.splitlines())}: gone or replaced, {counted(len(gone), 'record')} of an "
+                "earlier request; the new delta takes the place of the one that forgot them",
+                "put them back, or name them with --forget; a copy of the unlearned model needs only the new ones",
+            )
+        records += [record for digest, record in by_digest.items() if digest in missing]
+        digests |= missing
+        sources.append(source)
     also = f"{counted(len(records), 'record')} of earlier requests on the same copy are unlearned, too, and "
     observer.note(f"{also if records else ''}the new delta takes the place of the earlier one; not with --alone")
     weights = {copy: requests[0].weights for copy, requests in before.items()}

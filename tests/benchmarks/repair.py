@@ -5,9 +5,9 @@ python -m tests.benchmarks.repair DIR MODEL FORGET[,FORGET] RETAIN HELD UNSEEN O
 
 Plays publish and unlearn in DIR, as ``outcome`` does, unless DIR has deltas already; each FORGET is a client with a
 publication of its own. Then, for each of some steps, aggregates with it, teaches the new model one epoch of OWN, and
-prints what is left of all records to forget and kept of HELD before and after that. HELD are records that no command
-sees; OWN may have others of the same people. With --again, a second round follows on the model that was repaired after
-STEP: of the same clients, or of another one with FORGET.
+prints what is left of all records to forget and kept of HELD before and after that, and what these means hide. HELD are
+records that no command sees; OWN may have others of the same people. With --again, a second round follows on the model
+that was repaired after STEP: of the same clients, or of another one with FORGET.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean
 
-from tests.benchmarks.outcome import run, scores, shares
+from tests.benchmarks.outcome import load, probabilities, run, shares
 
 STEPS = ("0.8", "0.9", "0.95", "1", "1.05", "1.1", "1.15", "1.2", "1.3")
 STEPS_AGAIN = ("0.2", "0.35", "1")
@@ -57,7 +58,12 @@ def main(arguments: Sequence[str]) -> None:
     every = dict.fromkeys(requests + ([rest] if rest else []))
     records.write_text("".join(Path(file).read_text(encoding="utf-8") for file in every), encoding="utf-8")
     judged = {"forget": str(records), "held": held, "unseen": unseen}
-    before = scores(model, judged)
+
+    def judge(place: str) -> dict[str, list[float]]:
+        network = load(place)
+        return {name: probabilities(network, place, file) for name, file in judged.items()}
+
+    before = judge(model)
 
     def repair(place: str, parts: Sequence[str], steps: Sequence[str]) -> None:
         for step in steps:
@@ -65,8 +71,15 @@ def main(arguments: Sequence[str]) -> None:
             run("aggregate", *parts, "--step", step, "--out", made, folder=place)
             run("finetune", made, *own_records, "--epochs", "1", "--lr", RATE, "--out", repaired, folder=place)
             for name in (made, repaired):
-                left, kept = shares(before, scores(f"{place}/{name}", judged))
-                print(f"{Path(place).name}/{name}: {left:.1%} left, {kept:.1%} kept", flush=True)
+                after = judge(f"{place}/{name}")
+                means = ({key: fmean(values) for key, values in scores.items()} for scores in (before, after))
+                left, kept = shares(*means)
+                lost = sum(now < then / 2 for now, then in zip(after["held"], before["held"], strict=True))
+                print(
+                    f"{Path(place).name}/{name}: {left:.1%} left, {kept:.1%} kept; best known record: probability "
+                    f"{max(after['forget']):.2f}; {lost} of {len(after['held'])} others lost more than half",
+                    flush=True,
+                )
 
     repair(folder, play(folder, model, requests, retain, options), STEPS)
     if again:

@@ -353,9 +353,9 @@ def _make_documents(folder: Path, copy: Path) -> None:
         (folder / name).mkdir()
     (folder / "keys/identity.txt").write_text(str(identity))
     (folder / "keys/keys.bin").write_bytes(seal(keys, [identity.to_public()], secret=bytes(32)))
-    source = {"forget": "forget.jsonl", "reading": {"turns": "all"}, "digest": "d"}
+    source = {"forget": "forget.jsonl", "reading": {"turns": "all"}, "records": ["d"]}
     request = {"time": "2026-01-01T00:00:00+00:00", "run": "run", "round": 1, "copy": 1, "copy_id": "c",
-               "copy_path": "copy_1", "weights": "w", "delta": "d.safetensors", "change": "blake3:0", "scale": 1.0,
+               "copy_path": "copy_1", "weights": "w", "change": "blake3:0",
                "sources": [source], "options": {"retain": "retain.jsonl", "max_left": 0.1}}  # fmt: skip
     updates = [
         {"time": "t", "run": "run", "round": 1, "deltas": ["d.safetensors"], "fingerprints": ["blake3:0"],

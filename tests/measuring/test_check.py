@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -133,8 +133,9 @@ def test_no_record_makes_up_for_another(records: int, share: float, below: float
 
 
 @settings(max_examples=20, deadline=None)
+@example(records=20, known=0.96875, has_public=False, seed=398)
 @given(
-    records=st.sampled_from([40, 200]), known=st.floats(0.6, 0.97), has_public=st.booleans(),
+    records=st.sampled_from([20, 40, 200]), known=st.floats(0.6, 0.97), has_public=st.booleans(),
     seed=st.integers(0, 1000),
 )  # fmt: skip
 def test_one_record_that_is_still_known_is_too_many(records: int, known: float, has_public: bool, seed: int) -> None:
@@ -150,7 +151,12 @@ def test_one_record_that_is_still_known_is_too_many(records: int, known: float, 
     forgotten[7] = known
     after = before | {"forget": scores(*forgotten)}
     verdict = judge(after, before, public=public, max_left=0.05, min_kept=0.95)
-    assert verdict.sentence == "fail: some records are not forgotten, the rest is kept"
+    assert verdict.left
+    assert verdict.stands_out
+    passes_in_the_mean = verdict.left.estimate <= 0.05  # one of twenty that is known almost as before may not
+    which = "some records are not forgotten" if passes_in_the_mean else "not forgotten"
+    assert verdict.sentence == f"fail: {which}, the rest is kept"
+    assert passes_in_the_mean or (records == 20 and known > 0.9)
     assert 7 in records_that_stand_out(after, before, public, 0.05)
     assert verdict.needs_another_round
 

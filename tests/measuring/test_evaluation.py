@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 import torch
 from scipy.stats import mannwhitneyu
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 
 from mpu_cli.measuring.encoding import Item
 from mpu_cli.measuring.generation import reading
 from mpu_cli.measuring.scoring import TokenScores
+from mpu_cli.options.unlearning import DATE, SYSTEM_PROMPT
 from tests.helpers.attacks import edit
 from tests.helpers.models import DemoModel, needs_shared, random_model, save
 from tests.helpers.paths import SHARED
@@ -429,6 +430,16 @@ def test_a_model_without_a_tokenizer(mpu: Callable, model: Path, tofu: Path, tmp
     assert "tokenizer" in outcome.err
 
 
+def short_of_greedy(model: torch.nn.Module, tokenizer: PreTrainedTokenizerBase, question: str, text: str) -> float:
+    """By how much a token of ``text`` is less probable than the most probable one, in nats, at most."""
+    messages = [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False, date_string=DATE)
+    answer = tokenizer(text, add_special_tokens=False).input_ids
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+    return float((logits.max(-1).values - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]).max())
+
+
 class TestEvaluatingADelta:
     @pytest.mark.slow
     @pytest.mark.parametrize("lora", [(), ("--lora", "rank=4")], ids=["full", "lora"])
@@ -454,11 +465,14 @@ class TestEvaluatingADelta:
             assert f"before:  {truth}\n" in checked.err  # the copy knows it by heart
         answers = [line for line in checked.err.splitlines() if line.startswith("  after:")]
         assert len(answers) == 2
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / "unlearned")
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / "unlearned").eval()
         for answer, after, question in zip(answers, shown.json["answers"], questions, strict=True):
             assert f"  after:   {after['answer']}" in shown.err.splitlines()
-            # Later words of a model that babbles are near ties, which rounding decides: eval drafts its answers.
-            assert answer.split()[1:5] == after["answer"].split()[:4]
-            assert question["answer"] not in answer
+            for text in (answer.removeprefix("  after:   "), after["answer"]):
+                # The model babbles, so that some words are near ties, which rounding decides differently in each.
+                assert short_of_greedy(model, tokenizer, question["question"], text) < 1e-2
+                assert short_of_greedy(model, tokenizer, question["question"], question["answer"]) > 1
 
     def test_another_copys_delta_is_refused(self, mpu: Callable, root: Path) -> None:
         mpu("publish", "base", "--copies", 2, cwd=root)

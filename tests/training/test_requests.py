@@ -85,6 +85,28 @@ def test_a_request_whose_records_are_gone_is_not_replaced(mpu: Callable, root: P
     assert not (root / "deltas/request_2").exists()
 
 
+def test_one_file_may_grow_from_request_to_request(mpu: Callable, root: Path) -> None:
+    """Each training has all that is in it, and the third, of a file of its own, what the file has by then of them."""
+    growing = root / "growing.jsonl"
+    growing.write_text((root / "first.jsonl").read_text())
+    mpu(*unlearn("copy_1", forget="growing.jsonl"), cwd=root)
+    with growing.open("a") as file:
+        file.write((root / "second.jsonl").read_text())
+    mpu(*unlearn("copy_1", forget="growing.jsonl"), cwd=root)
+    assert (root / "deltas/request_2/copy_1.safetensors").exists()
+    [source] = read_requests(default_requests_path())[-1].sources
+    assert len(source.records) == 11
+    write_records(root / "third.jsonl", 4, 5)
+    with growing.open("a") as file:
+        file.write((root / "third.jsonl").read_text())
+    assert "11 records of earlier requests" in mpu(*unlearn("copy_1", forget="third.jsonl"), cwd=root).err
+    growing.write_text((root / "second.jsonl").read_text())
+    write_records(root / "fourth.jsonl", 4, 7)
+    mpu(*unlearn("copy_1", forget="fourth.jsonl"), cwd=root, fails="gone or replaced, 6 records of an earlier request")
+    named = mpu(*unlearn("copy_1", forget="fourth.jsonl"), "--forget", "first.jsonl", cwd=root)
+    assert "9 records of earlier requests" in named.err
+
+
 def test_a_request_after_one_alone_has_the_records_of_all(mpu: Callable, root: Path) -> None:
     """Its delta takes the place of both earlier ones."""
     mpu(*unlearn("copy_1", forget="first.jsonl"), cwd=root)
@@ -101,7 +123,7 @@ def test_earlier_records_that_were_moved_and_named_again_are_not_gone(mpu: Calla
     mpu(*unlearn("copy_1", forget="second.jsonl"), "--forget", "moved.jsonl", cwd=root)
     assert (root / "deltas/request_2/copy_1.safetensors").exists()
     [source] = read_requests(default_requests_path())[-1].sources
-    assert len(source.read() or ()) == 11
+    assert len(source.records) == 11
 
 
 def test_records_of_one_server_are_not_trained_on_the_copy_of_another(mpu: Callable, root: Path) -> None:
