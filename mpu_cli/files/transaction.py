@@ -40,7 +40,7 @@ def defer_signals(*, second_ends: bool = False) -> Iterator[list[int]]:
         pending.append(arrived)
         handler = before[arrived]
         if second_ends and len(pending) == 1:
-            os.write(2, b"\nstops after this step, with a checkpoint; a second signal stops at once\n")
+            os.write(2, b"\nstops after this step; a second signal stops at once\n")
         elif second_ends and callable(handler):
             handler(arrived, frame)
 

@@ -2,32 +2,34 @@
 
 python -m tests.benchmarks.outcome MODEL FORGET RETAIN HELD UNSEEN [PUBLISH OPTION …]
 
-Plays publish, unlearn and aggregate word for word, no option but paths and those of publish, and prints what is left of
-FORGET and what is kept of HELD, records that the model knows and no command sees, as shares of what it knew; then both
-for other steps along the same update, times the one that was taken, and what is left then on the copy with as much
-noise again, if there is one copy with permanent noise. UNSEEN are records that it never saw; with
-MPU_UNLEARN_UNSEEN=FILE in the environment, the client has them, too. Nothing of mpu computes the numbers.
+Plays publish, unlearn and aggregate word for word, no option but paths and those of publish, and goes along the update
+that they find. At each of some multiples of the step that was taken, prints what is left of FORGET and kept of HELD,
+records that the model knows and no command sees, as shares of what it knew beyond what it guesses of UNSEEN, records
+that it never saw; and the tail: how many of FORGET are known better than 95 in 100 of UNSEEN, where chance gives 5 %.
+Last, the row of docs/data/outcome.csv: verdict, left, kept, tail, training steps, the client's seconds, and the
+multiples that pass. With MPU_UNLEARN_UNSEEN=FILE in the environment, the client has unseen records, too. Nothing of mpu
+computes the numbers.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, quantiles
 
 import torch
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 DATE = "10 Apr 2025"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-STEPS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4, 1.6)  # times the step that was taken
+STEPS = (0.8, 0.9, 1.0, 1.1, 1.25)  # times the step that was taken
 
 
 def probabilities(model: torch.nn.Module, folder: str, file: str) -> list[float]:
@@ -66,9 +68,9 @@ def scores_of(model: torch.nn.Module, folder: str, files: dict[str, str]) -> dic
 
 
 def shares(before: dict[str, float], after: dict[str, float]) -> tuple[float, float]:
-    """What is left of the records to forget, and what is kept of those held out, of what was known before."""
-    left = (after["forget"] - after["unseen"]) / (before["forget"] - before["unseen"])
-    return left, after["held"] / before["held"]
+    """What is left of the records to forget and kept of those held out, of what was known before and is not guessed."""
+    left, kept = ((after[name] - after["unseen"]) / (before[name] - before["unseen"]) for name in ("forget", "held"))
+    return left, kept
 
 
 def run(*arguments: str, folder: str) -> float:
@@ -85,60 +87,41 @@ def main(arguments: Sequence[str]) -> None:
     )
     options = [str(Path(each).resolve()) if Path(each).exists() else each for each in arguments[5:]]
     judged = {name: files[name] for name in ("forget", "held", "unseen")}
-    before = scores(model, judged)
+    base = load(model)
+    before = scores_of(base, model, judged)
     with tempfile.TemporaryDirectory() as folder:
+        os.environ["XDG_CONFIG_HOME"] = f"{folder}/config"  # the notes of the requests
         run("publish", str(Path(model).resolve()), *options, folder=folder)
         copies = sorted(path.name for path in Path(folder).glob("copy_*"))
         seconds = run("unlearn", *copies, "--forget", files["forget"], "--retain", files["retain"], folder=folder)
         run("aggregate", "deltas", "--keys", "keys.bin", folder=folder)
-        base, unlearned = load(model), load(f"{folder}/unlearned")
-        noisy, delta = None, {}
-        if len(copies) == 1 and (share := json.loads(Path(folder, copies[0], "mpu.json").read_text())["noise"]):
-            noisy, delta = (
-                with_noise(load(f"{folder}/{copies[0]}"), share),
-                load_file(f"{folder}/deltas/copy_1.safetensors"),
-            )
-    after = scores_of(unlearned, model, judged)
-    left, kept = shares(before, after)
-    verdict = "pass" if left <= 0.05 and kept >= 0.95 else "fail"
-    print(f"{verdict}: {left:.1%} left, {kept:.1%} kept; unlearn took {seconds:.0f} s; before {before}, after {after}")
+        ledger = Path(folder, "config/mpu/ledger.jsonl").read_text(encoding="utf-8").splitlines()
+        [*_, schedule] = [line["schedule"] for line in map(json.loads, ledger) if "schedule" in line]
+        unlearned = load(f"{folder}/unlearned")
     starts = {name: parameter.detach().clone() for name, parameter in base.named_parameters()}
-    ends = dict(unlearned.named_parameters())
-    for step in STEPS:
+    ends = {name: parameter.detach() for name, parameter in unlearned.named_parameters()}
+
+    def judge(step: float) -> tuple[float, float, int]:
+        """What is left and kept that far along the update, and how many records are known better than 95 in 100 of the
+        unseen ones."""
         with torch.no_grad():
             for name, parameter in base.named_parameters():
                 parameter.copy_(torch.lerp(starts[name], ends[name], step))
-        left, kept = shares(before, scores_of(base, model, judged))
-        on_copy = ""
-        if noisy:
-            on_copy = f"; {left_with(noisy, delta, step, model, judged):.1%} left on the copy with as much noise again"
-        print(f"{step:g} times the step: {left:.1%} left, {kept:.1%} kept{on_copy}")
+        values = {name: probabilities(base, model, file) for name, file in judged.items()}
+        limit = quantiles(values["unseen"], n=20, method="inclusive")[-1]
+        left, kept = shares(before, {name: fmean(each) for name, each in values.items()})
+        return left, kept, sum(value > limit for value in values["forget"])
 
-
-def with_noise(model: torch.nn.Module, share: float) -> torch.nn.Module:
-    """``model`` with normal noise of ``share`` of each matrix's root mean square."""
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.add_(share * parameter.square().mean().sqrt() * torch.randn_like(parameter))
-    return model
-
-
-def left_with(
-    model: torch.nn.Module, delta: dict[str, torch.Tensor], step: float, folder: str, files: dict[str, str]
-) -> float:
-    """What is left of what ``model`` knows if it is given ``step`` times ``delta``, which is taken back again."""
-    before, parameters = scores_of(model, folder, files), dict(model.named_parameters())
-    starts = {name: parameters[name].detach().clone() for name in delta}
-    with torch.no_grad():
-        for name, change in delta.items():
-            parameters[name].add_(step * change.to(DEVICE))
-    left, _ = shares(before, scores_of(model, folder, files))
-    with torch.no_grad():
-        for name, start in starts.items():
-            parameters[name].copy_(start)
-    return left
+    passing = []
+    for step in STEPS:
+        left, kept, tail = judge(step)
+        if passes := left <= 0.05 and kept >= 0.95:
+            passing.append(step)
+        print(f"{step:g} times the step: {left:.1%} left, {kept:.1%} kept, {tail} records in the tail", flush=True)
+        if step == 1:
+            row = ["pass" if passes else "fail", f"{left:.1%}", f"{kept:.1%}", str(tail)]
+    span = f"{min(passing):g} to {max(passing):g}" if passing else "none"
+    print(",".join([*row, str(schedule["steps"]), f"{seconds:.0f}", span]))
 
 
 if __name__ == "__main__":

@@ -271,9 +271,8 @@ class TestRun:
     @pytest.mark.exhaustive
     def test_trainings_on_several_processes(self, mpu: Callable, root: Path) -> None:
         """Started by torch's launcher, with LoRA and a reference kept over two rounds: the same model."""
-        training = ("--algo", "npo", "--epochs", 1, "--lr", 1e-2, "--batch-size", 4, "--optim", "sgd", "--lora",
-            "rank=2,targets=q_proj,down_proj", "--training", "deterministic=false", "--precision",
-            "float64")  # fmt: skip
+        options = "optim=sgd,lora_rank=2,lora_targets=q_proj,down_proj,deterministic=false,precision=float64"
+        training = ("--algo", "npo", "--epochs", 1, "--lr", 1e-2, "--batch-size", 4, "--unlearn", options)
         run = ("run", "base", *training, "--rounds", 2, "--copies", 2, "--secret-seed", 1)
         mpu(*run, "--out", "one", cwd=root)
         command = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 -m --"

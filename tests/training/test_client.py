@@ -102,7 +102,7 @@ def one_now(names: Iterable[str], *chosen: str) -> list:
 
 class TestUnlearn:
     @pytest.mark.slow
-    @pytest.mark.parametrize("algorithm", one_now(ALGORITHMS, "npo", "rmu", "undial"))
+    @pytest.mark.parametrize("algorithm", one_now(ALGORITHMS, "npo", "rmu"))
     def test_lowers_its_term_and_forgets(self, mpu, tmp_path, demo, algorithm):
         """On a trained model and records that it has memorised."""
         for path in (demo.forget, demo.retain):
@@ -126,7 +126,7 @@ class TestUnlearn:
             assert step["loss"] == pytest.approx(total, rel=1e-5)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("algorithm", one_now(ALGORITHMS, "dpo", "hinge", "satimp", "rmu"))
+    @pytest.mark.parametrize("algorithm", one_now(ALGORITHMS, "hinge", "rmu"))
     def test_parts_of_a_step_add_up(self, mpu, tmp_path, base, algorithm):
         """Micro-batches, even if uneven or empty, give the same delta as the whole batch."""
         options = ["--algo", algorithm, "--precision", "float64", *at_layer(algorithm, 0), "--epochs", 2, "--optim",
@@ -168,7 +168,7 @@ class TestUnlearn:
         assert outcome.json["norm"] == pytest.approx(0.1 * 0.01, rel=1e-4)
 
     @pytest.mark.slow
-    @pytest.mark.parametrize("optimizer", ["adamw", "adamw-blockwise", "sgd"])
+    @pytest.mark.parametrize("optimizer", one_now(["adamw", "adamw-blockwise", "sgd"], "adamw-blockwise"))
     def test_same_seed_same_delta(self, mpu, tmp_path, base, optimizer):
         for out, seed in (("a", 3), ("b", 3), ("c", 4)):
             unlearn(mpu, tmp_path, base, "--optim", optimizer, "--lr", "1e-3", "--batch-size", 2, "--epochs", 2,
@@ -288,10 +288,13 @@ class TestSeveralCopies:
     @pytest.mark.parametrize(
         "more",
         [
-            (), ("--lora", "rank=2"), pytest.param(("--algo", "dpo"), marks=pytest.mark.exhaustive),
-            pytest.param(("--optim", "muon"), marks=pytest.mark.exhaustive),
+            (),
+            *(
+                pytest.param(more, marks=pytest.mark.exhaustive)
+                for more in (("--lora", "rank=2"), ("--algo", "dpo"), ("--optim", "muon"))
+            ),
         ],
-    )  # fmt: skip
+    )
     @pytest.mark.slow
     def test_each_delta_is_what_it_is_alone(self, mpu, root, copies, more):
         for name in copies:
