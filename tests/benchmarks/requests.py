@@ -5,8 +5,8 @@ python -m tests.benchmarks.requests MODEL FORGET RETAIN HELD UNSEEN COUNT [--ane
 Cuts FORGET, records in the order of their authors, into COUNT requests of equal size. MODEL is published once; for each
 request the client unlearns on the copies that it kept, and the server aggregates the new deltas. With --anew, each
 request begins with a publication of the model that the one before left. Prints what is then left of each request and
-kept of HELD, records that the model knows and no command sees, as shares of what the first model knew, and the client's
-seconds.
+kept of HELD, records that the model knows and no command sees, as shares of what the first model knew beyond what it
+guessed of UNSEEN, and the client's seconds.
 """
 
 from __future__ import annotations
@@ -49,12 +49,11 @@ def main(arguments: Sequence[str]) -> None:
             seconds = run("unlearn", *copies, *records, "--out", deltas, folder=str(place))
             run("aggregate", deltas, "--keys", "keys.bin", "--out", after, "--base", base, folder=str(place))
             now = scores(after, judged)
-            left = [
-                (now[f"request_{i}"] - now["unseen"]) / (before[f"request_{i}"] - before["unseen"])
-                for i in range(1, number + 1)
+            *left, kept = [
+                (now[name] - now["unseen"]) / (before[name] - before["unseen"])
+                for name in (*(f"request_{i}" for i in range(1, number + 1)), "held")
             ]
             shares = ", ".join(f"{share:.1%}" for share in left)
-            kept = now["held"] / before["held"]
             print(f"after {number}: left {shares}; kept {kept:.1%}; this one took {seconds:.0f} s", flush=True)
             if anew:
                 base = after
