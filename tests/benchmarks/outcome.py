@@ -96,7 +96,7 @@ def main(arguments: Sequence[str]) -> None:
         seconds = run("unlearn", *copies, "--forget", files["forget"], "--retain", files["retain"], folder=folder)
         run("aggregate", "deltas", "--keys", "keys.bin", folder=folder)
         ledger = Path(folder, "config/mpu/ledger.jsonl").read_text(encoding="utf-8").splitlines()
-        [*_, schedule] = [line["schedule"] for line in map(json.loads, ledger) if "schedule" in line]
+        schedule = next(filter(None, (json.loads(line).get("schedule") for line in reversed(ledger))))
         unlearned = load(f"{folder}/unlearned")
     starts = {name: parameter.detach().clone() for name, parameter in base.named_parameters()}
     ends = {name: parameter.detach() for name, parameter in unlearned.named_parameters()}
