@@ -6,9 +6,9 @@ Plays publish, unlearn and aggregate word for word, no option but paths and thos
 that they find. At each of some multiples of the step that was taken, prints what is left of FORGET and kept of HELD,
 records that the model knows and no command sees, as shares of what it knew beyond what it guesses of UNSEEN, records
 that it never saw; and the tail: how many of FORGET are known better than 95 in 100 of UNSEEN and by more than 5 %.
-Last, the row of docs/data/outcome.csv: verdict, left, kept, tail, training steps, the client's seconds, and the
-multiples that pass. With MPU_UNLEARN_UNSEEN=FILE in the environment, the client has unseen records, too. Nothing of mpu
-computes the numbers.
+Last, the row of docs/data/outcome.csv: left, kept, tail, training steps, the client's seconds, whether it passes, and
+the multiples that do. With MPU_UNLEARN_UNSEEN=FILE in the environment, the client has unseen records, too. Nothing of
+mpu computes the numbers.
 """
 
 from __future__ import annotations
@@ -87,6 +87,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     options = [str(Path(each).resolve()) if Path(each).exists() else each for each in arguments[5:]]
     judged = {name: files[name] for name in ("forget", "held", "unseen")}
+    request = Path(files["forget"]).read_text(encoding="utf-8").splitlines()
     base = load(model)
     before = scores_of(base, model, judged)
     with tempfile.TemporaryDirectory() as folder:
@@ -116,13 +117,13 @@ def main(arguments: Sequence[str]) -> None:
     passing = []
     for step in STEPS:
         left, kept, tail = judge(step)
-        if passes := left <= 0.05 and kept >= 0.95:
+        if left <= 0.05 and kept >= 0.95:
             passing.append(step)
         print(f"{step:g} times the step: {left:.1%} left, {kept:.1%} kept, {tail} records in the tail", flush=True)
         if step == 1:
-            row = ["pass" if passes else "fail", f"{left:.1%}", f"{kept:.1%}", str(tail)]
+            at_one = f"{100 * left:.1f} %,{100 * kept:.1f} %,{tail} of {len(request)}"
     span = f"{min(passing):g} to {max(passing):g}" if passing else "none"
-    print(",".join([*row, str(schedule["steps"]), f"{seconds:.0f}", span]))
+    print(f"{at_one},{schedule['steps']},{seconds:.0f},{'yes' if 1 in passing else 'no'},{span}")
 
 
 if __name__ == "__main__":
