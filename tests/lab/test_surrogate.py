@@ -166,6 +166,7 @@ def test_several_owners_and_a_spool(mpu: Callable, copy: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not SHARED.is_dir(), reason="needs the small models")
 def test_the_servers_model_forgets_the_people(mpu: Callable, tmp_path: Path) -> None:
     """Two copies, one release of ε = 4: what the model loses is of the people to be forgotten, and not of others."""

@@ -362,10 +362,7 @@ def training_options(subject: Subject, *more: object) -> list[object]:
 SEVERAL_OPTIMIZERS = (
     "mixtral", "qwen3", "olmo2", "phi3-partial", "gpt_neox", "cohere2", "mixtral-fused", "gpt_oss",
 )  # fmt: skip
-TRAINED_SLOWLY = {
-    "phi3-partial", "qwen3", "olmo2", "gpt_neox", "cohere2", "gpt_oss", "gemma3", "qwen3_5", "falcon", "gemma4",
-    "mistral3", "deepseek_v3", "nemotron_h", "lfm2", "glm4_moe", "llava", "gemma4_text-channels", "falcon-7b",
-}  # fmt: skip
+TRAINED_SLOWLY = {"phi3-partial", "gpt_neox", "cohere2", "gpt_oss", "gemma4", "qwen3_5", "deepseek_v3", "nemotron_h"}
 
 
 def in_tier(family: str) -> object:
