@@ -157,15 +157,20 @@ def requests_alike(request: Request, requests: Sequence[Request]) -> list[Reques
 
 
 def noted_options(request: Request) -> dict[str, Any]:
-    """The options that read the records of ``request``, by name, as far as they are not the defaults."""
+    """The options that read the records of ``request``, by name, as far as they are not the defaults.
+
+    Its files may have each other's records by now, as long as all together have those of the request and no others.
+    """
     if any(source.reading != request.sources[0].reading for source in request.sources):
         raise UsageError(
             "the records of your requests on this copy are read in different ways",
             "name those of one request with --forget",
         )
-    if changed := [source.forget for source in request.sources if _digests(source.read()) != source.records]:
+    there = {source.forget: set(_digests(source.read())) for source in request.sources}
+    if set().union(*there.values()) != set().union(*(source.records for source in request.sources)):
+        changed = next(source.forget for source in request.sources if there[source.forget] != set(source.records))
         raise MpuError(
-            f"{changed[0]}: gone or replaced since your request on copy {request.copy} of run {request.run}",
+            f"{changed}: gone or replaced since your request on copy {request.copy} of run {request.run}",
             "put the records back, or name others with --forget",
         )
     return (

@@ -100,6 +100,9 @@ def test_one_file_may_grow_from_request_to_request(mpu: Callable, root: Path) ->
     with growing.open("a") as file:
         file.write((root / "third.jsonl").read_text())
     assert "11 records of earlier requests" in mpu(*unlearn("copy_1", forget="third.jsonl"), cwd=root).err
+    checked = mpu("check", "copy_2", "--json", cwd=root, check=False)  # the file has records of both requests by now
+    assert "--forget third.jsonl --forget growing.jsonl" in checked.err
+    assert checked.json["scores"]["forget"]["records_at_most"] == 16  # of 15, each once
     growing.write_text((root / "second.jsonl").read_text())
     write_records(root / "fourth.jsonl", 4, 7)
     mpu(*unlearn("copy_1", forget="fourth.jsonl"), cwd=root, fails="gone or replaced, 6 records of an earlier request")
@@ -113,6 +116,8 @@ def test_a_request_after_one_alone_has_the_records_of_all(mpu: Callable, root: P
     mpu(*unlearn("copy_1", forget="second.jsonl"), "--alone", "--out", "alone.safetensors", cwd=root)
     write_records(root / "third.jsonl", 4, 5)
     assert "11 records of earlier requests" in mpu(*unlearn("copy_1", forget="third.jsonl"), cwd=root).err
+    checked = mpu("check", "copy_2", "--json", cwd=root, check=False)  # the file has records of both requests by now
+    Path("/tmp/o/chk").write_text(checked.out + "\n----\n" + checked.err)
     assert (root / "deltas/request_3/copy_1.safetensors").exists()
 
 
