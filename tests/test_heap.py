@@ -51,7 +51,7 @@ def test_freed_memory_is_kept_or_returned(kind: str) -> None:
     assert remaining > 250 if kind == "keep" else remaining < 100
 
 
-@pytest.mark.parametrize("kind", ["small", "large"])
+@pytest.mark.parametrize("kind", [pytest.param("small", marks=pytest.mark.exhaustive), "large"])
 @pytest.mark.slow
 def test_computing_with_a_model_returns_memory_if_it_is_large(kind: str) -> None:
     """A step of training, scores, and norms of gradients."""

@@ -97,12 +97,7 @@ def slope(x, y):
 
 @pytest.mark.parametrize("optimizer", SMOOTH)
 @pytest.mark.parametrize(
-    "copies",
-    [
-        2,
-        pytest.param(3, marks=pytest.mark.slow),
-        pytest.param(4, marks=[pytest.mark.slow, pytest.mark.exhaustive]),
-    ],
+    "copies", [pytest.param(2, marks=pytest.mark.exhaustive), 3, pytest.param(4, marks=pytest.mark.exhaustive)]
 )
 @pytest.mark.slow
 def test_all_orders_below_the_number_of_copies_cancel(mpu, tmp_path, base, copies, optimizer):

@@ -315,7 +315,12 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
     @pytest.mark.slow
     @pytest.mark.parametrize(
         "jobs",
-        [(), ("--jobs", 2), ("--launcher", "submitit"), ("--launcher", "ray")],
+        [
+            pytest.param((), marks=pytest.mark.exhaustive),
+            ("--jobs", 2),
+            pytest.param(("--launcher", "submitit"), marks=pytest.mark.exhaustive),
+            ("--launcher", "ray"),
+        ],
         ids=["one process", "two", "SLURM's", "Ray's"],
     )
     def test_an_interrupt_stops_it(self, root: Path, request: pytest.FixtureRequest, jobs: tuple) -> None:

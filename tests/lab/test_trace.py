@@ -28,7 +28,8 @@ from tests.helpers.endpoint import serving
 from tests.helpers.models import DemoModel, random_model, save
 
 NOISE = ("--kappa", 0.05, "--watermark", 0.5)
-FAMILIES = ("gpt2", "olmo2", "qwen3", "mixtral", "qwen3_moe", "deepseek_v3", "bamba", "falcon_h1", "mistral3", "gemma3")
+SLOW = ("gpt2", "qwen3", "deepseek_v3", "falcon_h1")
+EXHAUSTIVE = ("olmo2", "mixtral", "qwen3_moe", "bamba", "mistral3", "gemma3")
 
 
 @pytest.fixture
@@ -73,7 +74,11 @@ def undo_copy(folder: Path, copy: int) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(
     "family",
-    ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES)],
+    [
+        "llama",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in EXHAUSTIVE),
+    ],
 )
 def test_each_copy_is_named_by_its_coordinates_and_its_noise(mpu: Callable, tmp_path: Path, family: str) -> None:
     """Also in bfloat16; and neither the base nor another model of its shape is named."""
@@ -418,11 +423,17 @@ def _rescaled(w: dict[str, torch.Tensor], config: dict) -> dict[str, torch.Tenso
 @pytest.mark.parametrize(
     "changes",
     [
-        [_turned], [_padded], [_reordered], [_reordered, _turned], [_loud], [_loud, _turned], [_loud, _reordered],
-        [_rescaled], [_rescaled, _loud, _reordered, _turned],
+        [_padded], [_rescaled, _loud, _reordered, _turned],
+        *(
+            pytest.param(each, marks=pytest.mark.exhaustive)
+            for each in (
+                [_turned], [_reordered], [_reordered, _turned], [_loud], [_loud, _turned], [_loud, _reordered],
+                [_rescaled],
+            )
+        ),
     ],
     ids=[
-        "turned", "padded", "reordered", "both", "loud", "loud-turned", "loud-reordered", "rescaled", "all-at-once",
+        "padded", "all-at-once", "turned", "reordered", "both", "loud", "loud-turned", "loud-reordered", "rescaled",
     ],
 )  # fmt: skip
 def test_what_changes_no_output_hides_no_copy(

@@ -30,7 +30,7 @@ from mpu_cli.measuring.receipt import CopyFacts, Signature, as_text, new_receipt
 from mpu_cli.measuring.verdict import RecordScores, SetScore, Share, Verdict, judge, records_that_stand_out
 from mpu_cli.observer import SILENT
 from mpu_cli.protocol.updates import Update, write_update
-from mpu_cli.records.knowledge import Probabilities, Tail, records_still_known
+from mpu_cli.records.knowledge import Probabilities, Tail, records_still_known, tail_of
 from tests.helpers.attacks import CHECK, check_receipt, edit, publish_copy
 from tests.helpers.models import DemoModel, random_model, save
 
@@ -164,13 +164,13 @@ def test_one_record_that_is_still_known_is_too_many(records: int, known: float, 
 def test_few_sets_that_nobody_saw_have_too_many_records_that_stand_out() -> None:
     """At most about one in twenty, which is what is allowed to chance, however the strangers are distributed."""
     draw = np.random.default_rng(0)
-    before = {"forget": scores(*[0.97] * 40)}
     for a, b in ((4, 10), (0.5, 8), (1, 1)):
         failed = 0
         for _ in range(200):
-            after = {"forget": scores(*draw.beta(a, b, 40)), "unseen": scores(*draw.beta(a, b, 60))}
-            earlier = before | {"unseen": after["unseen"]}
-            failed += judge(after, earlier, max_left=0.05, min_kept=0.95).stands_out
+            after, unseen = draw.beta(a, b, 40), list(draw.beta(a, b, 60))
+            tail = tail_of(Probabilities.of(after, unseen), Probabilities.of([0.97] * 40, unseen), None, 0.05)
+            assert tail
+            failed += not tail.is_allowed
         assert failed <= 0.08 * 200
 
 

@@ -39,8 +39,8 @@ from tests.helpers.models import (
     CONFIGS,
     FAMILY_CONFIGS,
     FUSED,
+    REPRESENTATIVES,
     VOCABULARY,
-    by_kind,
     load,
     read,
     save_random,
@@ -52,6 +52,11 @@ SETS = ("signed", "paper", "all")
 WEIGHTS = "model.safetensors"
 TOKENS = torch.randint(VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(1))
 TEXT = " ".join(f"w{i}" for i in range(3, 96)) + "  w4\n<s>w5?"
+AT_ONCE = {
+    "llama", "gpt2", "qwen3", "phi3-partial", "gpt_neox", "cohere2", "gemma2", "olmo2", "mixtral", "gpt_oss",
+    "deepseek_v3", "mamba2", "nemotron_h", "falcon_h1", "llava", "bloom",
+}  # fmt: skip
+ONE_OF_EACH_TYPE = set({config["model_type"]: name for name, config in {**FAMILY_CONFIGS, **CONFIGS}.items()}.values())
 EVERY = [*CONFIGS, *FAMILY_CONFIGS, *(f"{name}-fused" for name in FUSED)]
 # Entries of configs that say where a model came from and which program wrote it.
 OF_FILES = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
@@ -312,7 +317,15 @@ PROPERTIES = (
 )
 
 
-@pytest.mark.parametrize("family", by_kind(EVERY))
+def in_tier(family: str) -> object:
+    """The most different ones at once; one of each model type, and of each kind of wiring, later; variants last."""
+    if family in AT_ONCE:
+        return family
+    tier = pytest.mark.slow if family in REPRESENTATIVES | ONE_OF_EACH_TYPE else pytest.mark.exhaustive
+    return pytest.param(family, marks=tier)
+
+
+@pytest.mark.parametrize("family", [in_tier(name) for name in EVERY])
 def test_family(mpu: Callable, tmp_path: Path, subtests: pytest.Subtests, family: str) -> None:
     subject = Subject.make(family, tmp_path, mpu)
     for check in PROPERTIES:
@@ -362,15 +375,14 @@ def training_options(subject: Subject, *more: object) -> list[object]:
 SEVERAL_OPTIMIZERS = (
     "mixtral", "qwen3", "olmo2", "phi3-partial", "gpt_neox", "cohere2", "mixtral-fused", "gpt_oss",
 )  # fmt: skip
-TRAINED_SLOWLY = {"phi3-partial", "gpt_neox", "cohere2", "gpt_oss", "gemma4", "qwen3_5", "deepseek_v3", "nemotron_h"}
+TRAINED = {"mixtral", "gpt_neox", "deepseek_v3", "nemotron_h"}
 
 
-def in_tier(family: str) -> object:
-    tier = pytest.mark.slow if family in TRAINED_SLOWLY else pytest.mark.exhaustive
-    return family if family == "mixtral" else pytest.param(family, marks=tier)
+def trained_in_tier(family: str) -> object:
+    return pytest.param(family, marks=pytest.mark.slow if family in TRAINED else pytest.mark.exhaustive)
 
 
-@pytest.mark.parametrize("family", [in_tier(name) for name in EVERY])
+@pytest.mark.parametrize("family", [trained_in_tier(name) for name in EVERY])
 def test_family_is_trained(mpu: Callable, tmp_path: Path, subtests: pytest.Subtests, family: str) -> None:
     """In float64."""
     subject = Subject.make(family, tmp_path, mpu, torch.float64)

@@ -312,7 +312,15 @@ TOWNS = ("Eastmere", "Fallowby", "Aldport", "Brenwick", "Cardhaven", "Dornfeld",
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name
+        if name in ("gemma3", "llama3", "mistral_v7", "qwen3_5")
+        else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in NAMES
+    ],
+)
 def test_what_eval_says_is_what_plain_transformers_says(mpu: Callable, tmp_path: Path, name: str) -> None:
     """After teaching, and after unlearning a half of it, by ``mpu eval`` and by hand."""
     base = teach(tmp_path / "base", name)

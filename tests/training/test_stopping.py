@@ -358,7 +358,7 @@ CANCELLING, PERMANENT = ("--copies", 2, "--kappa", 0.001), ("--copies", 1, "--pe
     ("noise", "options"),
     [
         (CANCELLING, ()),
-        (PERMANENT, ("--lora", "rank=4")),
+        pytest.param(PERMANENT, ("--lora", "rank=4"), marks=pytest.mark.exhaustive),
         pytest.param(CANCELLING, ("--lora", "rank=4"), marks=pytest.mark.exhaustive),
         pytest.param(PERMANENT, (), marks=pytest.mark.exhaustive),
     ],
