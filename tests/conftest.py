@@ -68,6 +68,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def _private_configuration(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     for place in ("config", "cache"):
         monkeypatch.setenv(f"XDG_{place.upper()}_HOME", str(tmp_path_factory.mktemp(place)))
+    monkeypatch.setenv("PYTHONSAFEPATH", "")  # which a command sets for what it starts; so it is restored
     for name in [name for name in os.environ if name.startswith("MPU_") and name != "MPU_TEST_SHARED"]:
         monkeypatch.delenv(name)
 

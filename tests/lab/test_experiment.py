@@ -511,7 +511,6 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         """Where somebody else may leave files: submitit starts its processes as `python -m`, which would."""
         (tmp_path / "here").mkdir()
         monkeypatch.chdir(tmp_path / "here")
-        monkeypatch.setenv("PYTHONSAFEPATH", "")  # is restored afterwards
         for name in ("shlex", "submitit", "mpu_cli", "cloudpickle"):
             Path(f"{name}.py").write_text(f"open({str(tmp_path / 'imported')!r}, 'a').write({name!r})\n")
         ended = ThroughSubmitit(tmp_path, {"timeout_min": 5}).run(["--version"])
