@@ -10,7 +10,8 @@ from tests.helpers.protocol import clean_update, distance, updates
 
 SMOOTH = {"sgd": ["--optim", "sgd", "--lr", "0.05"], "adamw-blockwise": ["--optim", "adamw-blockwise", "--lr", "1e-3"]}
 
-ONE_FAST = [family if family == "llama" else pytest.param(family, marks=pytest.mark.slow) for family in CONFIGS]
+TIERS = {"llama": [], "gpt2": pytest.mark.slow, "mixtral": pytest.mark.slow}
+BY_TIER = [pytest.param(family, marks=TIERS.get(family, pytest.mark.exhaustive)) for family in CONFIGS]
 
 
 def records(folder, template="plain"):
@@ -55,7 +56,7 @@ def test_without_noise_the_aggregate_is_the_clean_update(mpu, tmp_path, family, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ONE_FAST)
+@pytest.mark.parametrize("family", BY_TIER)
 def test_signed_coordinates_suit_plain_adamw(mpu, tmp_path, family):
     """Permutations and signs carry the second moments along; rotations do not."""
     base = save(random_model(family), tmp_path / "base")
@@ -76,7 +77,7 @@ def test_without_noise_every_copy_is_steered_the_same_way(mpu, tmp_path, base, s
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ONE_FAST)
+@pytest.mark.parametrize("family", BY_TIER)
 def test_without_noise_lora_aggregates_to_the_clean_update(mpu, tmp_path, family):
     """The factors of every copy start in the same subspace, whatever its coordinates."""
     base = save(random_model(family), tmp_path / "base")

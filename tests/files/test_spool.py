@@ -227,7 +227,7 @@ class TestLostUpdates:
 
 class TestTheSpoolOfSomebodyElse:
     @pytest.mark.slow
-    @pytest.mark.parametrize("obstacle", ["file", "deep"])
+    @pytest.mark.parametrize("obstacle", ["file", pytest.param("deep", marks=pytest.mark.exhaustive)])
     def test_nothing_in_out_ends_the_worker(self, mpu: Callable, root: Path, obstacle: str) -> None:
         """A copy that cannot even be marked as failed is trained on once, and the one beside it gets its delta."""
         first_copy, second_copy = publish_copies(mpu, root)

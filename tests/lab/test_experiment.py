@@ -433,7 +433,11 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
 
     @pytest.mark.slow
     @pytest.mark.parametrize(
-        ("launcher", "parameters"), [("submitit", "timeout_min=5,cpus_per_task=1"), ("ray", "num_cpus=1")]
+        ("launcher", "parameters"),
+        [
+            pytest.param("submitit", "timeout_min=5,cpus_per_task=1", marks=pytest.mark.exhaustive),
+            ("ray", "num_cpus=1"),
+        ],
     )
     def test_a_cluster_gives_the_same(
         self, mpu: Callable, root: Path, request: pytest.FixtureRequest, launcher: str, parameters: str
@@ -464,7 +468,7 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         assert wrong.is_one_error
         assert mpu(*options, "--launcher-options", parameters, cwd=root, check=False).is_one_error
 
-    @pytest.mark.slow
+    @pytest.mark.exhaustive
     def test_a_loss_of_ones_own_reaches_jobs(self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """By PYTHONPATH; the result is the built-in term's."""
         (root / "own").mkdir()

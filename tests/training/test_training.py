@@ -469,7 +469,7 @@ def test_micro_batches_pad_little() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("resume", [True, False])
+@pytest.mark.parametrize("resume", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
 def test_an_interrupt_says_what_is_kept(folder, resume):
     """And how to go on."""
     kept_in, log = folder / "deltas/base.safetensors.resume", folder / "log.jsonl"
