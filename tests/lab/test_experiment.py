@@ -468,7 +468,7 @@ metrics = ["forget_Q_A_Prob", "retain_Q_A_Prob"]
         assert wrong.is_one_error
         assert mpu(*options, "--launcher-options", parameters, cwd=root, check=False).is_one_error
 
-    @pytest.mark.exhaustive
+    @pytest.mark.slow
     def test_a_loss_of_ones_own_reaches_jobs(self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """By PYTHONPATH; the result is the built-in term's."""
         (root / "own").mkdir()

@@ -468,7 +468,7 @@ def _train_within_budget(path: str, number: int, budget: float) -> bool:
 
 
 class TestTheLedger:
-    @pytest.mark.exhaustive
+    @pytest.mark.slow
     def test_parallel_first_trainings_share_a_budget(self, tmp_path: Path) -> None:
         """Of eight at once in four processes, one may begin, and no line is lost."""
         mechanism = Mechanism(20.0, 0.1, 10)

@@ -103,7 +103,7 @@ def test_each_copy_is_named_by_its_coordinates_and_its_noise(mpu: Callable, tmp_
         )
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_z_is_standard_normal_for_models_that_came_from_no_copy(mpu: Callable, base: Path, tmp_path: Path) -> None:
     """Whatever their weights are: heavy tails, one layer in which everything was changed, another seed's copies."""
     publications = [publish(mpu, base, f"p{i}", *NOISE, "--copies", 2, "--seed", i) for i in range(60)]

@@ -340,8 +340,10 @@ def test_gradient_checkpointing_changes_nothing(mpu, folder):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-@pytest.mark.parametrize("more", [[], ["--lora", "rank=2"], ["--precision", "mixed"]])
-@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "more",
+    [[], *(pytest.param(m, marks=pytest.mark.exhaustive) for m in (["--lora", "rank=2"], ["--precision", "mixed"]))],
+)
 def test_compiled_layers_give_the_same_delta(mpu, folder, more):
     """To rounding, over batches of several lengths; with SGD, whose steps are as exact as the gradients."""
     for name, compiled in (("a", []), ("b", ["--training", "compile"])):
