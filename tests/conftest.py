@@ -22,7 +22,7 @@ import pytest
 import torch
 import typer.main
 
-from mpu_cli.cli.main import main
+import mpu_cli.cli.main
 from tests.helpers.models import DemoModel, make_demo_model, random_model, save, write_records
 from tests.helpers.paths import ROOT
 
@@ -90,7 +90,7 @@ def mpu(capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callab
             if cwd is not None:
                 patch.chdir(cwd)
             with pytest.raises(SystemExit) as stop:
-                main([str(argument) for argument in arguments])
+                mpu_cli.cli.main.main([str(argument) for argument in arguments])
         captured = capfd.readouterr()
         outcome = Outcome(int(stop.value.code or 0), captured.out, captured.err)
         says = refused if fails is None else fails
@@ -133,12 +133,18 @@ def _deterministic() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _quick_commands() -> None:
-    """Thousands of commands run in one process: typer reads the signatures of all of them each time, and accelerate
-    looks for garbage after each training among half a million objects of modules, which are none."""
+    """Thousands of commands run in one process: their options are declared, and their signatures read, once."""
+    mpu_cli.cli.main.typer_command = functools.cache(mpu_cli.cli.main.typer_command)
     typer.main.get_params_from_function = functools.cache(typer.main.get_params_from_function)
     # submitit sets up logging when it is imported, which closes the streams of absl's handlers: pytest's, in a test.
     for module in ("mpu_cli.training.unlearn", "mpu_cli.measuring.evaluate", "peft", "datasets", "submitit"):
         importlib.import_module(module)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _little_to_search_for_garbage(_quick_commands: None) -> None:
+    """Accelerate collects garbage after each training. What the tests before have left, millions of objects of modules,
+    is none; to look through them took five times as long as a test."""
     gc.collect()
     gc.freeze()
 

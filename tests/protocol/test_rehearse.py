@@ -18,7 +18,7 @@ from mpu_cli.observer import Observer
 from mpu_cli.options.declare import from_flat
 from mpu_cli.options.unlearning import Goal, Unlearning
 from mpu_cli.protocol.updates import CheckedUpdate, default_updates_path, read_updates, write_update
-from mpu_cli.records.knowledge import Tail
+from mpu_cli.records.knowledge import Probabilities, Tail, share_kept, share_left
 from mpu_cli.training.data import read_dataset
 from mpu_cli.training.stopping import hold_out
 from tests.helpers.models import DemoModel
@@ -128,6 +128,6 @@ def test_a_step_does_what_the_rehearsal_says(mpu: Callable, tmp_path: Path, demo
         mpu("aggregate", "deltas", "--keys", "keys.bin", "--step", row["step"], "--out", out, "--dtype", "float32",
             cwd=tmp_path)  # fmt: skip
         now = {path: probabilities(out, path) for path in known}
-        left = (now[demo.forget] - now[unseen]) / (known[demo.forget] - known[unseen])
-        assert math.isclose(row["left"], left, abs_tol=0.01)
-        assert math.isclose(row["kept"], now[held_out] / known[held_out], abs_tol=0.01)
+        after, before = (Probabilities.of(of[demo.forget], of[unseen]) for of in (now, known))
+        assert math.isclose(row["left"], share_left(after, before), abs_tol=1e-4)
+        assert math.isclose(row["kept"], share_kept(now[held_out], known[held_out]), abs_tol=1e-4)

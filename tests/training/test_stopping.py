@@ -102,8 +102,8 @@ def test_the_error_of_what_is_left_is_that_of_a_bootstrap(level: float) -> None:
     assert error_of_share_left(Probabilities(guesses / 2), Probabilities(before.forget), public) == 0
 
 
-def probabilities(folder: Path, records: Path) -> float:
-    """The mean over records of exp(mean log-probability of the answer's tokens), by plain transformers."""
+def probabilities(folder: Path, records: Path) -> list[float]:
+    """Of each record, exp(mean log-probability of the answer's tokens), by plain transformers."""
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     values = []
     for line in records.read_text().splitlines():
@@ -118,7 +118,7 @@ def probabilities(folder: Path, records: Path) -> float:
         with torch.no_grad():
             logits = model(ids).logits[0, len(prompt) - 1 : -1]
         values.append(float((-torch.nn.functional.cross_entropy(logits, ids[0, len(prompt) :])).exp()))
-    return fmean(values)
+    return values
 
 
 def test_under_noise_answers_fall_further_by_a_multiple_of_what_there_is_to_forget() -> None:
@@ -154,7 +154,7 @@ def test_noise_that_hardly_costs_is_what_the_looks_compare_with(tmp_path: Path, 
         model.save_pretrained(tmp_path)
         tokenizer.save_pretrained(tmp_path)
         for name, path in (("forget", demo.forget), ("held_out", demo.retain)):
-            assert fmean(scorer.before[name]) == pytest.approx(probabilities(tmp_path, path), rel=1e-4)
+            assert fmean(scorer.before[name]) == pytest.approx(fmean(probabilities(tmp_path, path)), rel=1e-4)
 
 
 @pytest.mark.parametrize(("felt_by_one", "unfelt"), [(0.9, True), (0.02, False)])
@@ -190,7 +190,7 @@ def test_the_servers_model_forgets_and_keeps_by_default(mpu: Callable, tmp_path:
     assert schedules[0] == schedules[1]
     mpu("aggregate", "deltas", "--keys", "keys.bin", cwd=tmp_path)
     known, after = (
-        {path: probabilities(model, path) for path in (demo.forget, demo.retain, unseen)}
+        {path: fmean(probabilities(model, path)) for path in (demo.forget, demo.retain, unseen)}
         for model in (demo.model, tmp_path / "unlearned")
     )
     assert after[demo.forget] - after[unseen] <= 0.05 * (known[demo.forget] - known[unseen])
@@ -447,5 +447,5 @@ def test_a_second_request_on_the_same_copy_takes_the_place_of_the_first(
     assert sorted(path.name for path in deltas.iterdir()) == ["copy_1.safetensors", "copy_2.safetensors"]
     mpu("aggregate", deltas, "--keys", "keys.bin", cwd=tmp_path)
     for request in requests:
-        assert probabilities(tmp_path / "unlearned", request) < 0.1
-    assert probabilities(tmp_path / "unlearned", demo.retain) > 0.9
+        assert fmean(probabilities(tmp_path / "unlearned", request)) < 0.1
+    assert fmean(probabilities(tmp_path / "unlearned", demo.retain)) > 0.9
