@@ -423,9 +423,16 @@ REPRESENTATIVES = {
 }  # fmt: skip
 
 
-def by_kind(families: Iterable[str], fast: Collection[str] = frozenset(REPRESENTATIVES)) -> list[Any]:
-    """Parameters of a test: ``fast`` families in the fast tier, the others, which share what they do, in the slow."""
-    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in families]
+def by_tier(
+    families: Iterable[str], fast: Collection[str] = frozenset(REPRESENTATIVES), slow: Collection[str] | None = None
+) -> list[Any]:
+    """Parameters of a test: ``fast`` families in the fast tier, ``slow`` ones in the slow, all others by default, and
+    those in neither, which are variants of these, in the exhaustive."""
+    parameters = []
+    for name in families:
+        later = pytest.mark.slow if slow is None or name in slow else pytest.mark.exhaustive
+        parameters.append(pytest.param(name, marks=() if name in fast else later))
+    return parameters
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from tests.helpers.attacks import edit
 from tests.helpers.models import (
     FAMILY_CONFIGS,
     VOCABULARY,
-    by_kind,
+    by_tier,
     make_demo_model,
     random_model,
     read,
@@ -78,7 +78,7 @@ IMAGES = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", by_kind(name for name in FAMILY_CONFIGS if name in WRAPPERS))
+@pytest.mark.parametrize("family", by_tier(name for name in FAMILY_CONFIGS if name in WRAPPERS))
 def test_images_are_seen_as_before(mpu: Callable, tmp_path: Path, family: str) -> None:
     """What a tower writes into the residual stream moves with that, without noise; nothing of it is trained."""
     base, (image, pixels) = save_random(family, tmp_path / "base"), IMAGES[family]

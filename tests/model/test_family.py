@@ -41,6 +41,7 @@ from tests.helpers.models import (
     FUSED,
     REPRESENTATIVES,
     VOCABULARY,
+    by_tier,
     load,
     read,
     save_random,
@@ -317,15 +318,7 @@ PROPERTIES = (
 )
 
 
-def in_tier(family: str) -> object:
-    """The most different ones at once; one of each model type, and of each kind of wiring, later; variants last."""
-    if family in AT_ONCE:
-        return family
-    tier = pytest.mark.slow if family in REPRESENTATIVES | ONE_OF_EACH_TYPE else pytest.mark.exhaustive
-    return pytest.param(family, marks=tier)
-
-
-@pytest.mark.parametrize("family", [in_tier(name) for name in EVERY])
+@pytest.mark.parametrize("family", by_tier(EVERY, AT_ONCE, REPRESENTATIVES | ONE_OF_EACH_TYPE))
 def test_family(mpu: Callable, tmp_path: Path, subtests: pytest.Subtests, family: str) -> None:
     subject = Subject.make(family, tmp_path, mpu)
     for check in PROPERTIES:
@@ -378,11 +371,7 @@ SEVERAL_OPTIMIZERS = (
 TRAINED = {"mixtral", "gpt_neox", "deepseek_v3", "nemotron_h"}
 
 
-def trained_in_tier(family: str) -> object:
-    return pytest.param(family, marks=pytest.mark.slow if family in TRAINED else pytest.mark.exhaustive)
-
-
-@pytest.mark.parametrize("family", [trained_in_tier(name) for name in EVERY])
+@pytest.mark.parametrize("family", by_tier(EVERY, fast=(), slow=TRAINED))
 def test_family_is_trained(mpu: Callable, tmp_path: Path, subtests: pytest.Subtests, family: str) -> None:
     """In float64."""
     subject = Subject.make(family, tmp_path, mpu, torch.float64)

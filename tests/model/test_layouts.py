@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from mpu_cli.model.wrappers import WRAPPERS
 from tests.helpers.attacks import edit
-from tests.helpers.models import FAMILY_CONFIGS, by_kind, random_model, read, save
+from tests.helpers.models import FAMILY_CONFIGS, by_tier, random_model, read, save
 
 WEIGHTS = "model.safetensors"
 IDS = torch.arange(8, 24)[None]
@@ -30,7 +30,7 @@ def close(folder: Path, base: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", by_kind(RENAMED, ["llava"]))
+@pytest.mark.parametrize("family", by_tier(RENAMED, ["llava"]))
 def test_names_as_in_memory(mpu: Callable, root: Path, family: str) -> None:
     """As FSDP and DeepSpeed save them: copies, deltas of the language model alone, and the result have them, too."""
     model = random_model(family)
@@ -58,7 +58,7 @@ WITHIN = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", by_kind(WITHIN, ["llama4_text", "llama4_text, bare head"]))
+@pytest.mark.parametrize("family", by_tier(WITHIN, ["llama4_text", "llama4_text, bare head"]))
 def test_a_text_by_the_names_that_it_has_in_a_wrapper(mpu: Callable, root: Path, family: str) -> None:
     base = save(random_model(family.partition(",")[0]), root / "base")
     expected = logits(base)
