@@ -105,7 +105,7 @@ def test_nothing_is_left_on_the_cpu(mpu: Callable, root: Path, trainings: dict[s
     check(mpu, root, "sim", trainings, 1e-3)
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 def test_other_ways_to_train_leave_nothing_on_the_cpu(root: Path) -> None:
     """DP-SGD, a training that was stopped and goes on, a round in one command, and a grid of rounds. `watch` trains
     in processes of its own, which are `unlearn`."""

@@ -188,7 +188,6 @@ def test_one_copy_with_permanent_noise_only(mpu, tmp_path, base):
 
 
 @pytest.mark.slow
-@pytest.mark.exhaustive
 def test_permanent_noise_costs_first_order(mpu, tmp_path, demo):
     """No combination of copies removes it: it stays in the aggregate's error, which grows as κ_s."""
     base = demo.model

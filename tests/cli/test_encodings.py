@@ -44,7 +44,7 @@ def test_a_terminal_that_cannot_show_everything(root: Path, monkeypatch: pytest.
     assert documents[0]["result"] == name
 
 
-@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("encoding", ["utf-8-sig", pytest.param("utf-16", marks=pytest.mark.slow)])
 def test_files_with_a_byte_order_mark(mpu: Callable, root: Path, encoding: str) -> None:
     """Options, identities, public keys, passphrases and answers, as editors on Windows save them."""
 

@@ -187,7 +187,6 @@ class TestRun:
         assert len({(s["step"], s["round"], s.get("copy")) for s in steps}) == 2 * (3 + 3 + 1)
 
     @pytest.mark.slow
-    @pytest.mark.exhaustive
     def test_goes_on_in_the_third_round(self, mpu: Callable, root: Path) -> None:
         """No step is repeated, whether the run was killed or had finished; a concurrent run is rejected."""
         arguments = ("run", "base", *for_run(TRAINING), "--rounds", 3, "--secret-seed", 3, "--out", "out")

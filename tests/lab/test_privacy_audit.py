@@ -91,9 +91,13 @@ def test_the_lower_bound_is_that_of_randomized_response() -> None:
     assert lower_bound(5_000, 10_000, 10_000, 0.0) == 0
 
 
-@pytest.mark.exhaustive
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "least"), [("half the noise", 0.3 * EPSILON), ("noise before clipping", EPSILON / 2)]
+    ("fault", "least"),
+    [
+        ("half the noise", 0.3 * EPSILON),
+        pytest.param("noise before clipping", EPSILON / 2, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_training_leaks_less_than_it_claims_and_a_fault_is_seen(
     monkeypatch: pytest.MonkeyPatch, fault: str, least: float

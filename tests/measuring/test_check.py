@@ -332,7 +332,13 @@ def test_the_next_command_after_what_was_not_forgotten_runs(
     assert "10 records to forget" in planned.err + planned.out
 
 
-@pytest.mark.parametrize("given", [*itertools.product([True, False], repeat=3)], ids=str)
+@pytest.mark.parametrize(
+    "given",
+    [
+        pytest.param(given, id=str(given), marks=() if len({*given}) == 1 else pytest.mark.slow)  # all, and none
+        for given in itertools.product([True, False], repeat=3)
+    ],
+)
 def test_a_receipt_of_whatever_was_measured_can_be_read(
     mpu: Callable, folder: Path, demo: DemoModel, given: tuple[bool, ...]
 ) -> None:

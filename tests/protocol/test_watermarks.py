@@ -95,8 +95,12 @@ def with_loud_weights(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "change",
-    [lambda x: x, last_rows, in_last_rows_alone, with_loud_weights],
-    ids=["everywhere", "behind-the-first-slice", "in-last-rows-alone", "loud-weights"],
+    [
+        pytest.param(lambda x: x, id="everywhere"),
+        pytest.param(last_rows, id="behind-the-first-slice", marks=pytest.mark.slow),
+        pytest.param(in_last_rows_alone, id="in-last-rows-alone"),
+        pytest.param(with_loud_weights, id="loud-weights", marks=pytest.mark.slow),
+    ],
 )
 def test_noise_of_a_copy_is_taken_out_of_an_update(
     mpu: Callable, base: Path, tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor]
