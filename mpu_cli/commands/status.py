@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from mpu_cli.files.manifest import (
     delta_path,
     keys_path,
     manifest_of,
+    model_folder,
     resume_folder,
     round_folder,
 )
@@ -29,6 +30,7 @@ from mpu_cli.options.declare import option
 from mpu_cli.wording import command_line, counted, few, one_line
 
 MAX_ENTRIES = 1000  # entries that are looked at
+REQUEST_FOLDER = "request_"  # of the deltas of a further request on the same copies, before its number
 SHOWN = 20  # names in a line
 SUFFIXES = (".safetensors", ".bin", ".age")  # of files that may be weights or keys
 
@@ -40,14 +42,27 @@ class Round:
     run: str
     number: int
     copies: int  # in the publication
-    made: dict[int, Path] = field(default_factory=dict)  # copies, by number
-    deltas: dict[int, Path] = field(default_factory=dict)  # by copy
+    made: dict[int, Path] = field(default_factory=dict)  # copies of the latest publication, by number
+    copy_ids: dict[int, str] = field(default_factory=dict)
+    deltas: dict[int, Path] = field(default_factory=dict)  # of the latest request, by copy
     model: Path | None = None
     # Verdicts of receipts, by file, the latest last: those that this machine signed as the client or the server, and
     # those of others, with their signers.
     verdicts: dict[str, str] = field(default_factory=dict)
     claims: dict[str, str] = field(default_factory=dict)
     signed: str | None = None  # the server that signed the latest verdict, a pass, in words; None if there is none
+
+    def add_delta(self, copy: int, path: Path) -> None:
+        """Add one that is later than those before: of a further request, it does not complete an earlier one."""
+        self.deltas[copy] = path
+        if self.request:
+            self.deltas = {each: other for each, other in self.deltas.items() if other.parent == path.parent}
+
+    @property
+    def request(self) -> Path | None:
+        """The folder of the deltas, if they are of a further request."""
+        folders = {path.parent for path in self.deltas.values()}
+        return next((folder for folder in folders if folder.name.startswith(REQUEST_FOLDER)), None)
 
     @property
     def label(self) -> str:
@@ -57,6 +72,8 @@ class Round:
         parts = []
         for what, paths in (("copies", self.made), ("deltas", self.deltas)):
             parts.append(f"{what} {few([*map(str, sorted(paths))], SHOWN) or 'none'} of {self.copies}")
+        if self.request:
+            parts[-1] += f" in {self.request}"
         if self.model:
             parts.append(f"model {self.model}")
         parts += [f"{file}: {verdict}" for file, verdict in (*self.verdicts.items(), *self.claims.items())]
@@ -117,7 +134,27 @@ class Account:
         runs: dict[str, list[Round]] = {}
         for round_ in self.rounds:
             runs.setdefault(round_.run, []).append(round_)
-        return [self._after(rounds[-1], rounds[-2] if len(rounds) > 1 else None) for rounds in runs.values()]
+        steps = []
+        for rounds in runs.values():
+            number = self._current(rounds)
+            steps.append(self._after(rounds[number], rounds[number - 1] if number else None))
+        return steps
+
+    def _current(self, rounds: Sequence[Round]) -> int:
+        """The number of the last round or, where a further request has left deltas or a model since, of its round."""
+        for number, round_ in enumerate(rounds[:-1]):
+            later = [path for each in rounds[number + 1 :] for path in (*each.made.values(), *each.deltas.values())]
+            if self._changed(round_.model, *round_.deltas.values()) > self._changed(*later):
+                return number
+        return len(rounds) - 1
+
+    def _changed(self, *paths: Path | None) -> int:
+        """When the latest of these files was changed, in ns; 0 without any."""
+        times = [0]
+        for path in filter(None, paths):
+            with suppress(OSError):
+                times.append((self.folder / path).stat().st_mtime_ns)
+        return max(times)
 
     def _after(self, last: Round, earlier: Round | None) -> tuple[str, str]:
         folder = self.folder
@@ -138,17 +175,26 @@ class Account:
             return "server", f"{sign}, with the public key that your client gave you, which countersigns it"
         if verdict and not last.deltas:
             return "client", f"{folder / file} says {verdict}: do what `mpu check` said is next"
-        if last.model:
+        if last.model and not self._changed(*last.deltas.values()) > self._changed(last.model):
             return "server", self._publish(folder / last.model, last)
         # Of a million copies, which a file may claim, only a few are named.
         missing = [*islice((copy for copy in range(1, last.copies + 1) if copy not in last.deltas), SHOWN + 1)]
         if not missing and not self.keys:
-            return "client", "return the deltas to the model's owner"
+            deltas_of = f" of {self.folder / last.request}" if last.request else ""
+            return "client", f"return the deltas{deltas_of} to the model's owner"
         if not missing:
             deltas = next(iter(last.deltas.values())).parent
-            return "server", command_line(
-                "mpu", "aggregate", folder / deltas, "--keys", folder / self._keys_of(last.number)
-            )
+            command: list[str | Path] = [
+                "mpu",
+                "aggregate",
+                folder / deltas,
+                "--keys",
+                folder / self._keys_of(last.number),
+            ]
+            if last.model:  # of an earlier request
+                names = (folder / model_folder(number) for number in count(2))
+                command += ["--out", next(name for name in names if not name.exists())]
+            return "server", command_line(*command)
         todo = [folder / last.made[copy] for copy in sorted(last.made) if copy not in last.deltas]
         if not todo:
             listed = ", ".join(map(str, missing[:SHOWN])) + (", …" if len(missing) > SHOWN else "")
@@ -243,7 +289,8 @@ def account_of(folder: Path) -> Account:
     entries = [path for place in (folder, *folders) for path in _entries(place)]
     paths = sorted({*entries} - {*folders})
     candidates = [path for path in paths if path.suffix in SUFFIXES or (path / "config.json").exists()]
-    for path in candidates[:MAX_ENTRIES]:
+    # Of several files for one thing, such as deltas of further requests or a repaired model, the latest counts.
+    for path in sorted(candidates[:MAX_ENTRIES], key=lambda path: path.lstat().st_mtime_ns):
         relative = path.relative_to(folder)
         is_expected = len(relative.parts) == 1 or relative.parts[0].startswith(("round_", "deltas"))
         try:
@@ -259,9 +306,10 @@ def account_of(folder: Path) -> Account:
             manifest = manifest_of(path, open_checkpoint(path, links=False).metadata)
             if isinstance(manifest, DeltaManifest):
                 if origin := manifest.origin:
-                    round_of(origin).deltas[origin.copy] = relative
+                    round_of(origin).add_delta(origin.copy, relative)
             elif isinstance(manifest, CopyManifest):
                 round_of(manifest).made[manifest.copy] = relative
+                round_of(manifest).copy_ids[manifest.copy] = manifest.copy_id
             elif manifest:
                 models.append(((manifest.run, manifest.round), relative))
             elif path.is_dir() and is_expected:
@@ -269,14 +317,13 @@ def account_of(folder: Path) -> Account:
         except MpuError as error:
             if is_expected:
                 other["not readable"].append(f"{relative} ({error.problem})")
-    # Of several models of a round, such as one that was repaired, the latest is the round's.
-    for key, model in sorted(models, key=lambda entry: (folder / entry[1]).stat().st_mtime_ns):
+    for key, model in models:
         other["models"].append(str(model))
         if key in rounds:
             rounds[key].model = model
-    if wrong := _add_receipts(folder, paths, rounds):
-        other["receipts that prove nothing"] = wrong
-    return Account(folder, [rounds[key] for key in sorted(rounds)], keys, other)
+    _add_receipts(folder, paths, rounds, other)
+    in_order = {kind: sorted(names) for kind, names in other.items()}
+    return Account(folder, [rounds[key] for key in sorted(rounds)], sorted(keys), in_order)
 
 
 def facts_of_folder(folder: Path) -> dict[str, Any] | None:
@@ -294,14 +341,15 @@ def facts_of_folder(folder: Path) -> dict[str, Any] | None:
     return facts | account.other
 
 
-def _add_receipts(folder: Path, paths: list[Path], rounds: Mapping[tuple[str, int], Round]) -> list[str]:
-    """Give rounds the verdicts of the receipts among ``paths`` in ``folder``; returns those whose signatures are wrong,
-    with the reason."""
+def _add_receipts(
+    folder: Path, paths: list[Path], rounds: Mapping[tuple[str, int], Round], other: defaultdict[str, list[str]]
+) -> None:
+    """Give rounds the verdicts of the receipts among ``paths`` in ``folder``, and ``other`` those whose signatures are
+    wrong, with the reason, and those of an earlier publication of the round."""
     from mpu_cli.measuring.receipt import check_signatures, public_key_of, read_receipt
     from mpu_cli.protocol import publication
     from mpu_cli.training import ledger
 
-    wrong: list[str] = []
     secrets = {
         "client": (ledger.default_secret_path(), ledger.own_client_secret),
         "server": (publication.default_secret_path(), publication.server_secret),
@@ -318,9 +366,12 @@ def _add_receipts(folder: Path, paths: list[Path], rounds: Mapping[tuple[str, in
         try:
             public_keys = check_signatures(receipt, path)
         except MpuError as error:
-            wrong.append(f"{path.relative_to(folder)} ({error.problem})")
+            other["receipts that prove nothing"].append(f"{path.relative_to(folder)} ({error.problem})")
             continue
         if not (round_ := rounds.get((receipt.copy.run, receipt.copy.round))):
+            continue
+        if round_.copy_ids.get(receipt.copy.copy, receipt.copy.copy_id) != receipt.copy.copy_id:
+            other["receipts of earlier publications"].append(str(path.relative_to(folder)))
             continue
         name, client, server = str(path.relative_to(folder)), public_keys["client"], public_keys.get("server")
         client_is_here = client == keys_here["client"]
@@ -335,7 +386,6 @@ def _add_receipts(folder: Path, paths: list[Path], rounds: Mapping[tuple[str, in
                 round_.signed = "you signed it"
             if not client_is_here:
                 round_.signed += f", and a client with the public key {client}: is that yours?"
-    return wrong
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -225,6 +226,36 @@ def test_what_is_next_can_be_pasted(mpu: Callable, root: Path) -> None:
             (root / "unlearned").rename(folder / "unlearned")
     [published] = [read_copy_manifest(path) for path in (folder / "2").glob("copy_1")]
     assert (published.round, published.copies) == (2, 2)
+
+
+def test_a_further_request_is_followed_to_its_check(mpu: Callable, root: Path) -> None:
+    """Its deltas count, not those of an earlier one, whatever the names; then its model, and the copy for its check."""
+
+    def next_step() -> str:
+        [step] = mpu("status", "--json", cwd=root).json["next"]
+        return step["step"]
+
+    lines = (root / "forget.jsonl").read_text().splitlines(keepends=True)
+    mpu("publish", "base", "--copies", 1, "--permanent-noise", 0.05, "--kappa", 0, cwd=root)
+    for request, records in enumerate((lines[:2], lines[2:]), 1):
+        (root / f"{request}.jsonl").write_text("".join(records))
+        mpu("unlearn", "copy_1", "--forget", f"{request}.jsonl", "--retain", "retain.jsonl", "--max-steps", 1, cwd=root)
+        if request == 2:  # as if it were the tenth, after the ninth
+            (root / "deltas/request_2").rename(root / "deltas/request_9")
+            shutil.copytree(root / "deltas/request_9", root / "deltas/request_10", copy_function=shutil.copy)
+        aggregate = next_step()
+        assert shlex.split(aggregate)[:3] == ["mpu", "aggregate", "deltas" if request == 1 else "deltas/request_10"]
+        mpu(*shlex.split(aggregate)[1:], cwd=root)
+        model = "unlearned" if request == 1 else "unlearned_2"
+        publish = next_step()
+        assert shlex.split(publish)[:3] == ["mpu", "publish", model]
+        mpu(*shlex.split(publish)[1:], cwd=root)
+        copy = "round_2/copy_1" if request == 1 else "check_2/copy_1"
+        assert next_step() == f"mpu check {copy} --before copy_1"
+        if request == 1:
+            mpu("check", copy, "--before", "copy_1", "--receipt", "receipt.json", check=False, cwd=root)
+            assert next_step().startswith("receipt.json says ")
+    assert mpu("status", "--json", cwd=root).json["other"]["receipts of earlier publications"] == ["receipt.json"]
 
 
 def test_a_folder_of_nothing_and_a_copy(mpu: Callable, root: Path) -> None:
