@@ -142,11 +142,13 @@ class Account:
 
     def _current(self, rounds: Sequence[Round]) -> int:
         """The number of the last round or, where a further request has left deltas or a model since, of its round."""
-        for number, round_ in enumerate(rounds[:-1]):
-            later = [path for each in rounds[number + 1 :] for path in (*each.made.values(), *each.deltas.values())]
-            if self._changed(round_.model, *round_.deltas.values()) > self._changed(*later):
-                return number
-        return len(rounds) - 1
+        current, later = len(rounds) - 1, 0
+        for number, round_ in reversed([*enumerate(rounds)]):
+            changed = self._changed(round_.model, *round_.deltas.values())
+            if changed > later:
+                current = number
+            later = max(later, changed, self._changed(*round_.made.values()))
+        return current
 
     def _changed(self, *paths: Path | None) -> int:
         """When the latest of these files was changed, in ns; 0 without any."""
