@@ -14,6 +14,7 @@ from mpu_cli.errors import MpuError
 from mpu_cli.files.boundary import AGE_HEADER, open_regular
 from mpu_cli.files.manifest import (
     MANIFEST_NAME,
+    REQUEST_FOLDER,
     CopyManifest,
     DeltaManifest,
     delta_path,
@@ -30,7 +31,6 @@ from mpu_cli.options.declare import option
 from mpu_cli.wording import command_line, counted, few, one_line
 
 MAX_ENTRIES = 1000  # entries that are looked at
-REQUEST_FOLDER = "request_"  # of the deltas of a further request on the same copies, before its number
 SHOWN = 20  # names in a line
 SUFFIXES = (".safetensors", ".bin", ".age")  # of files that may be weights or keys
 
@@ -152,11 +152,7 @@ class Account:
 
     def _changed(self, *paths: Path | None) -> int:
         """When the latest of these files was changed, in ns; 0 without any."""
-        times = [0]
-        for path in filter(None, paths):
-            with suppress(OSError):
-                times.append((self.folder / path).stat().st_mtime_ns)
-        return max(times)
+        return max((_changed(self.folder / path) for path in paths if path), default=0)
 
     def _after(self, last: Round, earlier: Round | None) -> tuple[str, str]:
         folder = self.folder
@@ -177,7 +173,7 @@ class Account:
             return "server", f"{sign}, with the public key that your client gave you, which countersigns it"
         if verdict and not last.deltas:
             return "client", f"{folder / file} says {verdict}: do what `mpu check` said is next"
-        if last.model and not self._changed(*last.deltas.values()) > self._changed(last.model):
+        if last.model and self._changed(*last.deltas.values()) <= self._changed(last.model):
             return "server", self._publish(folder / last.model, last)
         # Of a million copies, which a file may claim, only a few are named.
         missing = [*islice((copy for copy in range(1, last.copies + 1) if copy not in last.deltas), SHOWN + 1)]
@@ -186,17 +182,12 @@ class Account:
             return "client", f"return the deltas{deltas_of} to the model's owner"
         if not missing:
             deltas = next(iter(last.deltas.values())).parent
-            command: list[str | Path] = [
-                "mpu",
-                "aggregate",
-                folder / deltas,
-                "--keys",
-                folder / self._keys_of(last.number),
-            ]
-            if last.model:  # of an earlier request
-                names = (folder / model_folder(number) for number in count(2))
-                command += ["--out", next(name for name in names if not name.exists())]
-            return "server", command_line(*command)
+            # An earlier request's model may have the usual name.
+            names = (folder / model_folder(number) for number in count(last.number))
+            out = next(name for name in names if not name.exists())
+            under = () if out.name == str(model_folder(last.number)) else ("--out", out)
+            keys = folder / self._keys_of(last.number)
+            return "server", command_line("mpu", "aggregate", folder / deltas, "--keys", keys, *under)
         todo = [folder / last.made[copy] for copy in sorted(last.made) if copy not in last.deltas]
         if not todo:
             listed = ", ".join(map(str, missing[:SHOWN])) + (", …" if len(missing) > SHOWN else "")
@@ -204,7 +195,7 @@ class Account:
         if earlier and earlier.made and not last.verdicts and not last.deltas:
             before = folder / earlier.made[min(earlier.made)]
             return "client", command_line("mpu", "check", todo[0], "--before", before)
-        target = f"{round_folder(folder / 'deltas', last.number)}/"
+        target = f"{folder / last.request if last.request else round_folder(folder / 'deltas', last.number)}/"
         records = ("--forget", "YOUR_RECORDS", "--retain", "RECORDS_TO_KEEP")
         unlearn = command_line("mpu", "unlearn", *todo, *records, "--out", target)
         if any(resume_folder(delta_path(target, str(copy), last.number)).is_dir() for copy in todo):
@@ -292,7 +283,7 @@ def account_of(folder: Path) -> Account:
     paths = sorted({*entries} - {*folders})
     candidates = [path for path in paths if path.suffix in SUFFIXES or (path / "config.json").exists()]
     # Of several files for one thing, such as deltas of further requests or a repaired model, the latest counts.
-    for path in sorted(candidates[:MAX_ENTRIES], key=lambda path: path.lstat().st_mtime_ns):
+    for path in sorted(candidates[:MAX_ENTRIES], key=_changed):
         relative = path.relative_to(folder)
         is_expected = len(relative.parts) == 1 or relative.parts[0].startswith(("round_", "deltas"))
         try:
@@ -388,6 +379,13 @@ def _add_receipts(
                 round_.signed = "you signed it"
             if not client_is_here:
                 round_.signed += f", and a client with the public key {client}: is that yours?"
+
+
+def _changed(path: Path) -> int:
+    """When a file was changed, in ns; 0 if it has gone since."""
+    with suppress(OSError):
+        return path.lstat().st_mtime_ns
+    return 0
 
 
 def _entries(folder: Path) -> list[Path]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from mpu_cli.errors import MpuError, Stopped, UsageError
 from mpu_cli.files.manifest import (
+    REQUEST_FOLDER,
     SUFFIX,
     CopyManifest,
     delta_manifest,
@@ -378,7 +379,7 @@ class Unlearn(Command):
                 data = replace(data, forget=[*data.forget, *earlier.records])
                 expected_weights = earlier.weights
                 if self.out is None:  # the earlier deltas stay
-                    folder = f"request_{earlier.number}"
+                    folder = f"{REQUEST_FOLDER}{earlier.number}"
                     targets = {copy: target.parent / folder / target.name for copy, target in targets.items()}
         elif before:
             observer.warn(

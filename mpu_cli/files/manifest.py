@@ -35,6 +35,7 @@ _ROUND_FOLDER = re.compile(r"round_(\d{1,6})", re.ASCII)
 # The files that `mpu sweep` leaves in its folder: the names of all experiments, and a line for each that is done.
 PLANNED, RESULTS = "sweep.json", "results.jsonl"
 MANIFEST_NAME = "mpu.json"
+REQUEST_FOLDER = "request_"  # of the deltas of a further request on the same copies, before its number
 TAGS = {  # of a delta's training, in words
     "records": "records",
     "options": "options or seed",

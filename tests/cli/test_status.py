@@ -258,6 +258,23 @@ def test_a_further_request_is_followed_to_its_check(mpu: Callable, root: Path) -
     assert mpu("status", "--json", cwd=root).json["other"]["receipts of earlier publications"] == ["receipt.json"]
 
 
+def test_a_further_request_that_has_one_of_two_deltas_is_completed(mpu: Callable, root: Path) -> None:
+    """Not by a delta of the request before."""
+    mpu("publish", "base", "--copies", 2, "--kappa", 0.001, cwd=root)
+    options = ("--retain", "retain.jsonl", "--max-steps", 1)
+    rows = (root / "forget.jsonl").read_text().splitlines(keepends=True)
+    (root / "first.jsonl").write_text("".join(rows[:2]))
+    (root / "forget.jsonl").write_text("".join(rows[2:]))
+    mpu("unlearn", "copy_1", "copy_2", "--forget", "first.jsonl", *options, cwd=root)
+    mpu("unlearn", "copy_1", "--forget", "forget.jsonl", *options, cwd=root)
+    [step] = mpu("status", "--json", cwd=root).json["next"]
+    assert shlex.split(step["step"])[:3] == ["mpu", "unlearn", "copy_2"]
+    mpu(*with_records(step["step"])[1:], "--max-steps", 1, cwd=root)
+    [step] = mpu("status", "--json", cwd=root).json["next"]
+    assert step["step"] == "mpu aggregate deltas/request_2 --keys keys.bin"
+    mpu(*shlex.split(step["step"])[1:], cwd=root)
+
+
 def test_a_folder_of_nothing_and_a_copy(mpu: Callable, root: Path) -> None:
     """Where nothing is, the server begins; in a copy, the folder to ask for is named."""
     (root / "fresh").mkdir()

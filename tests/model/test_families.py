@@ -169,7 +169,6 @@ def test_noise_cancels_to_second_order(mpu: Callable, tmp_path: Path, family: st
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("family", ["qwen3"])  # olmo2 passes too, and takes as long
 def test_a_trained_model(mpu: Callable, tmp_path_factory: pytest.TempPathFactory, family: str) -> None:
     """One that knows its records by heart forgets some of them over the whole path, and keeps the others."""
