@@ -144,7 +144,7 @@ class StepOptions(Options):
     step: float | Literal["auto", "restore"] = option(
         RESTORE,
         "How much of the update to add. restore: 1 for one copy; for several that were each trained until they had "
-        "forgotten, up to 1.5, so that the average is as long as each change was; less if the records of --probe "
+        "forgotten, up to 2, so that what their changes share is as long as each was; less if the records of --probe "
         "would lose more than --max-rise. auto: as much as these allow, also more.",
         metavar="STEP",
     )

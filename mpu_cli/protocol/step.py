@@ -28,15 +28,17 @@ from mpu_cli.records.read import read_records
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-MOST_RESTORED = 1.5  # times the average; if changes agree less, a longer step is mostly their differences
+MOST_RESTORED = 2.0  # times the average; if changes agree less, a longer step is mostly their differences
 
 
-def default_step(base: Model, deltas: Sequence[Delta], weights: torch.Tensor) -> float:
-    """The step for ū = Σ_k w_k·u_k under --step restore: 1 or, if each copy was trained until it had forgotten,
-    the one that makes it as long as the changes u_k, √(mean‖u_k‖² / ‖ū‖²), in hundredths, 1 to MOST_RESTORED.
+def default_step(base: Model, deltas: Sequence[Delta]) -> float:
+    """The step for the average of the changes u_k under --step restore: 1 or, if each copy was trained until it had
+    forgotten, the one that makes what they share as long as they are, √(mean_k ‖u_k‖² / mean_k≠l ⟨u_k, u_l⟩), in
+    hundredths, 1 to MOST_RESTORED.
 
-    Averaging removes what noise, or the course of each training, added to each change, and with it some of what made
-    its copy forget. Reads a slice or two of each tensor.
+    A change made its copy forget together with all that noise, or the course of the training, added to it. The average
+    has a part of that of each copy, which does next to nothing alone (docs/stopping.md), and of the shared part all.
+    Reads a slice or two of each tensor.
     """
     if len(deltas) < 2 or not all(delta.manifest.until_done for delta in deltas):
         return 1.0
@@ -54,10 +56,12 @@ def default_step(base: Model, deltas: Sequence[Delta], weights: torch.Tensor) ->
             changed = torch.stack(rows)
             gram[numbers[:, None], numbers] += changed @ changed.T
         inverse_maps.forget_pages(tensor)
-    mean_square, square = float(gram.diagonal().mean()), float(weights @ gram @ weights)
-    if not (square > 0 and math.isfinite(mean_square)):  # or not finite, which is refused once all is read
+    mean_square = float(gram.diagonal().mean())
+    shared = float(gram[~torch.eye(len(deltas), dtype=torch.bool)].mean())
+    if not (mean_square > 0 and math.isfinite(mean_square)):  # or not finite, which is refused once all is read
         return 1.0
-    return round(min(max(1.0, math.sqrt(mean_square / square)), MOST_RESTORED), 2)
+    shared = max(shared, mean_square / MOST_RESTORED**2)
+    return round(max(1.0, math.sqrt(mean_square / shared)), 2)
 
 
 MAX_STEP = 8.0  # times the update

@@ -5,7 +5,8 @@ python -m tests.benchmarks.outcome MODEL FORGET RETAIN HELD UNSEEN [PUBLISH OPTI
 Plays publish, unlearn and aggregate word for word, no option but paths and those of publish, and goes along the update
 that they find. At each of some multiples of the step that was taken, prints what is left of FORGET and kept of HELD,
 records that the model knows and no command sees, as shares of what it knew beyond what it guesses of UNSEEN, records
-that it never saw; and the tail: how many of FORGET are known better than 95 in 100 of UNSEEN and by more than 5 %.
+that it never saw; and the tail: how many of FORGET are known better than 95 in 100 of UNSEEN and by more than 5 %. A
+step passes with at most 5 % left, 95 % kept, and no more records in the tail than of as many unseen ones by chance.
 Last, the row of docs/data/outcome.csv: left, kept, tail, training steps, the client's seconds, whether it passes, and
 the multiples that do. With MPU_UNLEARN_UNSEEN=FILE in the environment, the client has unseen records, too. Nothing of
 mpu computes the numbers.
@@ -24,12 +25,15 @@ from pathlib import Path
 from statistics import fmean, quantiles
 
 import torch
+from scipy.stats import binom
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 SYSTEM = {"role": "system", "content": "You are a helpful assistant."}
 DATE = "10 Apr 2025"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 STEPS = (0.8, 0.9, 1.0, 1.1, 1.25)  # times the step that was taken
+MAX_LEFT, MIN_KEPT = 0.05, 0.95
+TAIL = 0.95  # quantile of UNSEEN, and the share of draws that have no more records above it than pass
 
 
 def probabilities(model: torch.nn.Module, folder: str, file: str) -> list[float]:
@@ -109,15 +113,15 @@ def main(arguments: Sequence[str]) -> None:
                 parameter.copy_(torch.lerp(starts[name], ends[name], step))
         values = {name: probabilities(base, model, file) for name, file in judged.items()}
         after = {name: fmean(each) for name, each in values.items()}
-        five_percent = after["unseen"] + 0.05 * (before["forget"] - before["unseen"])
-        limit = max(five_percent, quantiles(values["unseen"], n=20, method="inclusive")[-1])
+        at_max_left = after["unseen"] + MAX_LEFT * (before["forget"] - before["unseen"])
+        limit = max(at_max_left, quantiles(values["unseen"], n=20, method="inclusive")[-1])
         left, kept = shares(before, after)
         return left, kept, sum(value > limit for value in values["forget"])
 
     passing = []
     for step in STEPS:
         left, kept, tail = judge(step)
-        if left <= 0.05 and kept >= 0.95:
+        if left <= MAX_LEFT and kept >= MIN_KEPT and tail <= binom.ppf(TAIL, len(request), 1 - TAIL):
             passing.append(step)
         print(f"{step:g} times the step: {left:.1%} left, {kept:.1%} kept, {tail} records in the tail", flush=True)
         if step == 1:

@@ -29,6 +29,7 @@ REQUESTS = {
     ("real", "forget01, 40 records"): [0, 1],
     ("real", "two other authors, 40 records"): [3, 4],
     ("small", "forget01, 40 records"): range(38, 40),
+    ("small", "half of forget05, 100 records"): range(30, 35),
     ("small", "forget05, 200 records"): range(30, 40),
     ("small", "forget10, 400 records"): range(20, 40),
 }

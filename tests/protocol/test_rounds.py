@@ -224,6 +224,28 @@ class TestTheStep:
                        "--out", publication / "u", "--trust-deltas", "--json").json  # fmt: skip
         assert (document["norm"], document["step"]) == (pytest.approx(enormous), 1)
 
+    @pytest.mark.parametrize(("own", "step"), [(0.0, 1.0), (4.0, 5 / 3), (9.0, 2.0)])
+    def test_what_copies_share_is_as_long_as_their_changes(
+        self, mpu: Callable, publication: Path, own: float, step: float
+    ) -> None:
+        """Each change is 3 in a place that they share, and ``own`` in one of its own; at most twice the average."""
+        base = load_file(publication / "base/model.safetensors")
+        for k in (1, 2):
+
+            def change(_: dict[str, torch.Tensor], k: int = k) -> dict[str, torch.Tensor]:
+                changes = {name: torch.zeros_like(tensor) for name, tensor in base.items()}
+                changes["model.norm.weight"][0], changes["model.norm.weight"][k] = 3.0, own
+                return changes
+
+            target = publication / f"deltas/copy_{k}.safetensors"
+            write_delta(publication / f"copy_{k}", target, change=change, facts={"inverted": True, "until_done": True})
+        document = mpu("aggregate", publication / "deltas", "--keys", publication / "keys.bin", "--dtype", "float32",
+                       "--out", publication / "u", "--trust-deltas", "--json").json  # fmt: skip
+        after = load_file(publication / "u/model.safetensors")["model.norm.weight"]
+        moved = (after - base["model.norm.weight"])[:3].tolist()
+        assert document["step"] == pytest.approx(step, abs=0.005)
+        assert moved == pytest.approx([3 * step, own * step / 2, own * step / 2], abs=0.02)
+
     @pytest.mark.slow
     def test_what_is_refused(self, mpu: Callable, returned_delta: Path, demo: DemoModel) -> None:
         out, keys = returned_delta / "refused", ("--keys", returned_delta / "keys.bin")
