@@ -161,7 +161,7 @@ def test_the_count_of_runs_that_passed_is_that_of_the_tables() -> None:
         passed = [row for row in rows if row["pass"] == "yes"]
         count = f"{len(passed)} of {len(rows)}"
         assert f"**At once, {count} runs passed" in page
-        assert f"{count} requests" in readme
+        assert f"{count} runs" in readme
         if table == "outcome_earlier":
             for noise, kind in (("permanent", "permanent noise"), ("κ", "noise that cancels")):
                 of_kind = [row for row in rows if row["noise"].startswith(noise)]

@@ -27,13 +27,11 @@ from rich.text import Text
 ROOT = Path(__file__).resolve().parents[2]
 TARGET = ROOT / "docs/terminal.svg"
 COLUMNS = 112
-DRAWS = 2  # of the noise, with which one in twenty fails the client's check (docs/outcome.md)
 FIRST_USE = "mpu publish mpu-demo/models/target --out first --keys first.bin --quiet"  # makes identity and secret
 SEPARATOR = "\x1e"
 COLOURS = {"server": "bold bright_yellow", "client": "bold bright_green"}
 _FONT_FROM_ELSEWHERE = re.compile(r"@font-face \{\{.*?\}\}", re.DOTALL)
 _PROGRESS = re.compile(r"(\w+ copy_\d+|score [a-z ]+|loading|measure [a-z ]+): \d+%.*")  # bars on a terminal
-_FAILED_CHECK = re.compile(r"^fail: .*", re.MULTILINE)
 _VARIES = re.compile(r"[0-9a-z]{30,}|-?\d[\d.,]*(e-?\d+)?")
 _OF_SOME_RUNS = re.compile(
     r"warning: the copies (?:disagree|diverged) .*?(?=Deltas of this round)"
@@ -54,26 +52,9 @@ def read_steps(readme: str) -> Iterator[tuple[str, str]]:
 
 
 def run_steps(demo: Path) -> list[tuple[str, str, list[str]]]:
-    """Party, command and the lines that the command prints, of the first draw of the noise that passes."""
+    """Party, command and the lines that the command prints, in one shell, in a folder with the demo's files alone."""
     steps = list(read_steps((ROOT / "README.md").read_text(encoding="utf-8")))
     script = "\n".join([FIRST_USE, *(f"echo '{SEPARATOR}'\n{command}" for _, command in steps)])
-    for _ in range(DRAWS):
-        run = run_alone(script, demo)
-        if not (failed := _FAILED_CHECK.search(run.stdout)):
-            break
-        print(f"a draw of the noise: {failed[0]}", file=sys.stderr)
-    if run.returncode:
-        sys.exit(f"README's steps failed:\n{run.stdout}")
-    outputs = run.stdout.split(SEPARATOR)[1:]
-    return [
-        (party, command, [line.rstrip() for line in output.splitlines()[1:] if not _PROGRESS.fullmatch(line)])
-        for (party, command), output in zip(steps, outputs, strict=True)
-        if command.startswith("mpu ")
-    ]
-
-
-def run_alone(script: str, demo: Path) -> subprocess.CompletedProcess[str]:
-    """Run ``script`` in one shell, in a folder with the demo's files alone."""
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(demo, Path(folder) / "mpu-demo")
         environment = {
@@ -82,7 +63,7 @@ def run_alone(script: str, demo: Path) -> subprocess.CompletedProcess[str]:
             "COLUMNS": str(COLUMNS),
             "XDG_CONFIG_HOME": f"{folder}/config",
         }
-        return subprocess.run(
+        run = subprocess.run(
             ["bash", "-e", "-c", script],
             cwd=folder,
             env=environment,
@@ -91,6 +72,14 @@ def run_alone(script: str, demo: Path) -> subprocess.CompletedProcess[str]:
             text=True,
             check=False,
         )
+    if run.returncode:
+        sys.exit(f"README's steps failed:\n{run.stdout}")
+    outputs = run.stdout.split(SEPARATOR)[1:]
+    return [
+        (party, command, [line.rstrip() for line in output.splitlines()[1:] if not _PROGRESS.fullmatch(line)])
+        for (party, command), output in zip(steps, outputs, strict=True)
+        if command.startswith("mpu ")
+    ]
 
 
 def draw(runs: list[tuple[str, str, list[str]]]) -> str:

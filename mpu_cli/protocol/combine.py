@@ -336,7 +336,7 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer) -> Combined:
         folder = transaction.add(plan.out, directory=True)
         steps = [1.0] * len(owners)
         if options.step == RESTORE:  # each owner's average restores what it lost of that owner's changes
-            steps = [default_step(plan.base, owner.deltas) for owner in owners]
+            steps = [default_step(plan.base, owner.deltas, w) for owner, w in zip(owners, plan.weights, strict=True)]
         weights = torch.cat([w * step for w, step in zip(plan.weights, steps, strict=True)])
         writer = UpdateWriter(plan, weights, noises, observer)
         options, probed = settle_step(plan.base, options, writer.write, plan.out, observer)
@@ -529,7 +529,7 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
     deltas, keys = owner.deltas, owner.keys
     check_base(base, keys)
     inverse_maps = InverseMaps(deltas, layout)
-    rate = default_step(base, deltas) if options.step == RESTORE else options.rate
+    rate = default_step(base, deltas, weights) if options.step == RESTORE else options.rate
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
     tensors: dict[str, torch.Tensor] = {}
     outliers: list[tuple[str, int, float]] = []

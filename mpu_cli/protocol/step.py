@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 MOST_RESTORED = 2.0  # times the average; if changes agree less, a longer step is mostly their differences
 
 
-def default_step(base: Model, deltas: Sequence[Delta]) -> float:
-    """The step for the average of the changes u_k under --step restore: 1 or, if each copy was trained until it had
-    forgotten, the one that makes what they share as long as they are, √(mean_k ‖u_k‖² / mean_k≠l ⟨u_k, u_l⟩), in
-    hundredths, 1 to MOST_RESTORED.
+def default_step(base: Model, deltas: Sequence[Delta], weights: torch.Tensor) -> float:
+    """The step for ū = Σ_k w_k·u_k under --step restore: 1 or, if each copy was trained until it had forgotten and ū is
+    shorter than the changes u_k, the one that makes what they share as long as they are,
+    √(mean_k ‖u_k‖² / mean_k≠l ⟨u_k, u_l⟩), in hundredths, 1 to MOST_RESTORED.
 
     A change made its copy forget together with all that noise, or the course of the training, added to it. The average
-    has a part of that of each copy, which does next to nothing alone (docs/stopping.md), and of the shared part all.
-    Reads a slice or two of each tensor.
+    has the shared part whole, and of the rest a part of each copy's, so it forgets less (docs/stopping.md). Weights
+    that extrapolate to no noise need not shorten anything. Reads a slice or two of each tensor.
     """
     if len(deltas) < 2 or not all(delta.manifest.until_done for delta in deltas):
         return 1.0
@@ -56,12 +56,11 @@ def default_step(base: Model, deltas: Sequence[Delta]) -> float:
             changed = torch.stack(rows)
             gram[numbers[:, None], numbers] += changed @ changed.T
         inverse_maps.forget_pages(tensor)
-    mean_square = float(gram.diagonal().mean())
-    shared = float(gram[~torch.eye(len(deltas), dtype=torch.bool)].mean())
-    if not (mean_square > 0 and math.isfinite(mean_square)):  # or not finite, which is refused once all is read
+    mean_square, square = float(gram.diagonal().mean()), float(weights @ gram @ weights)
+    if not 0 < square < mean_square < math.inf:  # what is not finite is refused once all is read
         return 1.0
-    shared = max(shared, mean_square / MOST_RESTORED**2)
-    return round(max(1.0, math.sqrt(mean_square / shared)), 2)
+    shared = float(gram[~torch.eye(len(deltas), dtype=torch.bool)].mean())
+    return round(max(1.0, math.sqrt(mean_square / max(shared, mean_square / MOST_RESTORED**2))), 2)
 
 
 MAX_STEP = 8.0  # times the update

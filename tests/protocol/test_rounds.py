@@ -224,21 +224,34 @@ class TestTheStep:
                        "--out", publication / "u", "--trust-deltas", "--json").json  # fmt: skip
         assert (document["norm"], document["step"]) == (pytest.approx(enormous), 1)
 
+    def write_changes(self, place: Path, copies: int, own: float) -> None:
+        """A delta of each copy in ``place``: 3 in a place that they share, and ``own`` in one of its own."""
+        for k in range(1, copies + 1):
+
+            def change(before: dict[str, torch.Tensor], k: int = k) -> dict[str, torch.Tensor]:
+                changes = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
+                changes["model.norm.weight"][0], changes["model.norm.weight"][k] = 3.0, own
+                return changes
+
+            facts = {"inverted": True, "until_done": True}
+            write_delta(place / f"copy_{k}", place / f"deltas/copy_{k}.safetensors", change=change, facts=facts)
+
+    def test_an_average_that_is_no_shorter_stays(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
+        """Weights that cancel noise to second order add up more of the differences than each change has of them."""
+        mpu("publish", base, "--copies", 3, "--noise", "extrapolate", "--kappa", 0.01, "--dtype", "float64",
+            "--out", tmp_path, "--keys", tmp_path / "keys.bin")  # fmt: skip
+        self.write_changes(tmp_path, 3, 4.0)
+        document = mpu("aggregate", tmp_path / "deltas", "--keys", tmp_path / "keys.bin", "--dtype", "float64",
+                       "--out", tmp_path / "u", "--trust-deltas", "--json").json  # fmt: skip
+        assert (document["norm"] > 5, document["step"]) == (True, 1)
+
     @pytest.mark.parametrize(("own", "step"), [(0.0, 1.0), (4.0, 5 / 3), (9.0, 2.0)])
     def test_what_copies_share_is_as_long_as_their_changes(
         self, mpu: Callable, publication: Path, own: float, step: float
     ) -> None:
         """Each change is 3 in a place that they share, and ``own`` in one of its own; at most twice the average."""
         base = load_file(publication / "base/model.safetensors")
-        for k in (1, 2):
-
-            def change(_: dict[str, torch.Tensor], k: int = k) -> dict[str, torch.Tensor]:
-                changes = {name: torch.zeros_like(tensor) for name, tensor in base.items()}
-                changes["model.norm.weight"][0], changes["model.norm.weight"][k] = 3.0, own
-                return changes
-
-            target = publication / f"deltas/copy_{k}.safetensors"
-            write_delta(publication / f"copy_{k}", target, change=change, facts={"inverted": True, "until_done": True})
+        self.write_changes(publication, 2, own)
         document = mpu("aggregate", publication / "deltas", "--keys", publication / "keys.bin", "--dtype", "float32",
                        "--out", publication / "u", "--trust-deltas", "--json").json  # fmt: skip
         after = load_file(publication / "u/model.safetensors")["model.norm.weight"]
