@@ -259,7 +259,7 @@ def _tell_deltas(title: str, result: Aggregation, observer: Observer) -> None:
         rows.append([f"copy {copy}", f"{norm:.4g}", "–" if math.isnan(cosine) else f"{cosine:.4f}"])
     rows.append(["aggregate", f"{result.norm:.4g}", ""])
     observer.table(title, ["", "norm", "cosine with the aggregate"], rows)
-    observer.note(_accuracy(result.error))
+    observer.note(_accuracy(result.error, result.owner.until_done))
 
 
 def _document_of(result: Aggregation) -> dict[str, object]:
@@ -279,7 +279,7 @@ def _document_of(result: Aggregation) -> dict[str, object]:
     }
 
 
-def _accuracy(error: ErrorEstimate) -> str:
+def _accuracy(error: ErrorEstimate, until_done: bool) -> str:
     """The note about the distance from the clean update. Parts that cannot be estimated are NaN."""
     from mpu_cli.protocol.noise import DIVERGED
 
@@ -288,7 +288,11 @@ def _accuracy(error: ErrorEstimate) -> str:
         if permanent > 0:
             return f"error of the update: about {permanent:.0%}, from permanent noise"
         return "error of the update: cannot be estimated" + (" from one copy" if math.isnan(permanent) else "")
-    judged = "as usual" if relative <= DIVERGED else "too large: too little of the noise cancels"
+    judged = "as usual"
+    if relative > DIVERGED:
+        judged = "too large: too little of the noise cancels"
+        if until_done:
+            judged = "as the copies' courses part in hundreds of steps; a check tells whether the records are forgotten"
     if math.isnan(permanent):
         return (
             f"error of the update: about {relative:.1%}, {judged}, and what permanent noise adds, which cannot be "

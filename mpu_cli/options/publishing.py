@@ -143,9 +143,9 @@ class StepOptions(Options):
 
     step: float | Literal["auto", "restore"] = option(
         RESTORE,
-        "How much of the update to add. restore: 1 for one copy; for several that were each trained until they had "
-        "forgotten, up to 2, so that what their changes share is as long as each was; less if the records of --probe "
-        "would lose more than --max-rise. auto: as much as these allow, also more.",
+        "How much of the update to add. restore: as a rehearsal found; without one, 1 for one copy; for several that "
+        "were each trained until they had forgotten, up to 2, so that what their changes share is as long as each was; "
+        "less if the records of --probe would lose more than --max-rise. auto: as much as these allow, also more.",
         metavar="STEP",
     )
     probe: Path | None = option(

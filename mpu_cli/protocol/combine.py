@@ -49,7 +49,7 @@ from mpu_cli.protocol.deltas import (
 )
 from mpu_cli.protocol.keys import Keys
 from mpu_cli.protocol.noise import ErrorEstimate, error_estimate
-from mpu_cli.protocol.step import ProbedStep, default_step, measure_written, settle_step
+from mpu_cli.protocol.step import MOST_RESTORED, ProbedStep, default_step, measure_written, settle_step
 from mpu_cli.protocol.watermarks import PLANTED, Fingerprints, Planted, Products, fingerprints, noise_in
 from mpu_cli.version import __version__
 
@@ -138,7 +138,10 @@ def _check_adapter(owners: Sequence[Owner], options: Aggregating) -> None:
 
 # The outcome of a round: how the copies agree, and what is probably wrong.
 
-MIN_COSINE = 0.5  # cosine between two copies' deltas below which something is probably wrong
+# Cosine between two copies' deltas below which something is probably wrong: after a number of epochs, and after a
+# training until the records are forgotten, for hundreds of steps in which the copies part (docs/stopping.md). There it
+# is the one below which the step does not make up for all that the average lost.
+MIN_COSINE, MIN_COSINE_UNTIL_DONE = 0.5, 1 / MOST_RESTORED**2
 MAX_NORM_RATIO = 3.0  # times another copy's norm, above which a copy was probably trained differently
 MAX_OUTLIERS_SHOWN = 3  # outliers named in warnings
 MAX_RELATIVE_ERROR = 1.0  # estimated error, relative to the update, at which the update is nothing but noise
@@ -177,7 +180,9 @@ class Aggregation:
         """The probable faults of the round, a sentence each; empty if there are none. Of causes only the first one: the
         others follow from it."""
         causes = list(self._causes())[:1]
-        error = [self.error.warning] if self.error.warning and not causes else []
+        # Copies that were trained until they had forgotten differ by their courses, too, and are judged by a check.
+        judged_by_error = not (causes or self.owner.until_done)
+        error = [self.error.warning] if self.error.warning and judged_by_error else []
         return [*causes, *self._outliers(), *error, *self._problems_of_update()]
 
     def check(self, trust_deltas: bool) -> None:
@@ -188,11 +193,11 @@ class Aggregation:
 
     def _causes(self) -> Iterator[str]:
         yield from self.owner.differences()
-        if self.pairwise < MIN_COSINE:
+        if self.pairwise < (MIN_COSINE_UNTIL_DONE if self.owner.until_done else MIN_COSINE):
             yield (
-                f"the copies disagree (cosine {self.pairwise:.2f} between two of them): they were trained for "
-                "hundreds of steps, or with different options or records, the noise is too large, or a delta was "
-                "tampered with"
+                f"the copies disagree (cosine {self.pairwise:.2f} between two of them): they were trained with "
+                "different options or records or for more than a thousand steps, the noise is too large, or a delta "
+                "was tampered with"
             )
         if max(self.norms) > MAX_NORM_RATIO * min(self.norms):
             yield (
@@ -335,8 +340,8 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer) -> Combined:
     with Transaction(force=plan.force) as transaction:
         folder = transaction.add(plan.out, directory=True)
         steps = [1.0] * len(owners)
-        if options.step == RESTORE:  # each owner's average restores what it lost of that owner's changes
-            steps = [default_step(plan.base, owner.deltas, w) for owner, w in zip(owners, plan.weights, strict=True)]
+        if options.step == RESTORE:
+            steps = [default_step(plan.base, owner) for owner in owners]
         weights = torch.cat([w * step for w, step in zip(plan.weights, steps, strict=True)])
         writer = UpdateWriter(plan, weights, noises, observer)
         options, probed = settle_step(plan.base, options, writer.write, plan.out, observer)

@@ -132,6 +132,11 @@ class Owner:
     def algorithms(self) -> tuple[str, ...]:
         return tuple(delta.manifest.algorithm for delta in self.deltas)
 
+    @property
+    def until_done(self) -> bool:
+        """Whether every copy was trained until its records were forgotten, and not for a number of epochs."""
+        return all(delta.manifest.until_done for delta in self.deltas)
+
     def differences(self) -> Iterator[str]:
         """A sentence for each way in which the deltas say that their copies were trained differently."""
         for earlier_copy, other, tag in self.trained_differently:

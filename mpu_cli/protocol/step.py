@@ -8,7 +8,7 @@ An update found on a degraded copy is smaller than one found on the model itself
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,7 +22,7 @@ from mpu_cli.model.source import Model, model_specs, open_model
 from mpu_cli.model.transform import as_matrix, measured_slices, row_slices
 from mpu_cli.observer import Observer
 from mpu_cli.options.publishing import AUTO, RESTORE, Aggregating
-from mpu_cli.protocol.deltas import Delta, InverseMaps
+from mpu_cli.protocol.deltas import InverseMaps, Owner
 from mpu_cli.records.read import read_records
 
 if TYPE_CHECKING:
@@ -31,16 +31,17 @@ if TYPE_CHECKING:
 MOST_RESTORED = 2.0  # times the average; if changes agree less, a longer step is mostly their differences
 
 
-def default_step(base: Model, deltas: Sequence[Delta], weights: torch.Tensor) -> float:
-    """The step for ū = Σ_k w_k·u_k under --step restore: 1 or, if each copy was trained until it had forgotten and ū is
-    shorter than the changes u_k, the one that makes what they share as long as they are,
+def default_step(base: Model, owner: Owner) -> float:
+    """The step for an owner's update ū = Σ_k w_k·u_k under --step restore: 1 or, if each copy was trained until it had
+    forgotten and ū is shorter than the changes u_k, the one that makes what they share as long as they are,
     √(mean_k ‖u_k‖² / mean_k≠l ⟨u_k, u_l⟩), in hundredths, 1 to MOST_RESTORED.
 
     A change made its copy forget together with all that noise, or the course of the training, added to it. The average
     has the shared part whole, and of the rest a part of each copy's, so it forgets less (docs/stopping.md). Weights
     that extrapolate to no noise need not shorten anything. Reads a slice or two of each tensor.
     """
-    if len(deltas) < 2 or not all(delta.manifest.until_done for delta in deltas):
+    deltas, weights = owner.deltas, owner.keys.publication.scheme.weights
+    if len(deltas) < 2 or not owner.until_done:
         return 1.0
     inverse_maps = InverseMaps(deltas, base.layout)
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)

@@ -224,7 +224,7 @@ class TestTheStep:
                        "--out", publication / "u", "--trust-deltas", "--json").json  # fmt: skip
         assert (document["norm"], document["step"]) == (pytest.approx(enormous), 1)
 
-    def write_changes(self, place: Path, copies: int, own: float) -> None:
+    def write_changes(self, place: Path, copies: int, own: float, until_done: bool = True) -> None:
         """A delta of each copy in ``place``: 3 in a place that they share, and ``own`` in one of its own."""
         for k in range(1, copies + 1):
 
@@ -233,7 +233,7 @@ class TestTheStep:
                 changes["model.norm.weight"][0], changes["model.norm.weight"][k] = 3.0, own
                 return changes
 
-            facts = {"inverted": True, "until_done": True}
+            facts = {"inverted": True, "until_done": until_done}
             write_delta(place / f"copy_{k}", place / f"deltas/copy_{k}.safetensors", change=change, facts=facts)
 
     def test_an_average_that_is_no_shorter_stays(self, mpu: Callable, tmp_path: Path, base: Path) -> None:
@@ -258,6 +258,22 @@ class TestTheStep:
         moved = (after - base["model.norm.weight"])[:3].tolist()
         assert document["step"] == pytest.approx(step, abs=0.005)
         assert moved == pytest.approx([3 * step, own * step / 2, own * step / 2], abs=0.02)
+
+    @pytest.mark.parametrize(
+        ("own", "until_done", "warning"),
+        [(0.5, False, None), (2.5, False, "diverged"), (4.0, False, "disagree"), (4.0, True, None),
+         (6.0, True, "disagree")],
+    )  # fmt: skip
+    def test_how_far_copies_may_differ(
+        self, mpu: Callable, publication: Path, own: float, until_done: bool, warning: str | None
+    ) -> None:
+        """Cosines of 0.97, 0.59, 0.36 and 0.2: those of hundreds of steps are usual where a training took them."""
+        self.write_changes(publication, 2, own, until_done)
+        document = mpu("aggregate", publication / "deltas", "--keys", publication / "keys.bin", "--dtype", "float32",
+                       "--out", publication / "u", "--trust-deltas", "--json").json  # fmt: skip
+        assert document["smallest_pairwise_cosine"] == pytest.approx(9 / (9 + own**2), abs=1e-4)
+        assert len(document["warnings"]) == (warning is not None)
+        assert (warning or "") in "".join(document["warnings"])
 
     @pytest.mark.slow
     def test_what_is_refused(self, mpu: Callable, returned_delta: Path, demo: DemoModel) -> None:
