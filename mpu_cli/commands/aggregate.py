@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from mpu_cli.commands.publish import command_to_publish
 from mpu_cli.commands.secrets import opened_keys
@@ -21,7 +21,6 @@ from mpu_cli.wording import few
 if TYPE_CHECKING:
     from mpu_cli.protocol.combine import AggregatePlan, Aggregation, Combined
     from mpu_cli.protocol.deltas import Owner
-    from mpu_cli.protocol.keys import Keys
     from mpu_cli.protocol.noise import ErrorEstimate
     from mpu_cli.protocol.step import ProbedStep
 
@@ -70,30 +69,19 @@ class Aggregate(Command):
         # First the paths: at the end of a pipe, the command that writes the keys may still be running.
         paths = paths_from(self.deltas)
         publications = [opened_keys(file, self.opening, observer) for file in self._key_files]
-        options = self.aggregating
-        if options.step == RESTORE and len(publications) == 1 and not options.probe:
-            options = replace(options, step=self._rehearsed(publications[0], observer))
         owners = owners_of(paths, publications)
+        if self.aggregating.step == RESTORE:
+            owners = _with_rehearsed_steps(owners)
         _warn_of_earlier_deltas(owners, observer)
         return plan_aggregate(
             published_base(publications[0], self.base),
             owners,
-            options,
+            self.aggregating,
             out=self.out or model_folder(publications[0].round),
             as_adapter=self.as_adapter,
             trust_deltas=self.trust_deltas,
             force=self.force,
         )
-
-    def _rehearsed(self, keys: Keys, observer: Observer) -> float | Literal["restore"]:
-        """The step of the last rehearsal of this publication; without one, that which restores the average."""
-        from mpu_cli.protocol.updates import read_updates, rehearsed_step
-
-        step = rehearsed_step(read_updates(), keys.run, keys.round, keys.base.fingerprint)
-        if step is None:
-            return RESTORE
-        observer.note(f"the step {step:g} is that of your rehearsal; --step names another")
-        return step
 
     def preview(self, observer: Observer) -> Preview:
         """All deltas are checked, except for their numbers."""
@@ -163,14 +151,21 @@ class Aggregate(Command):
         """One owner's update."""
         keys = result.keys
         _tell_deltas("Deltas of this round", result, observer)
-        self._tell_step(result.probed, result.rate, observer)
+        if result.probed:
+            self._tell_tried(result.probed, self._applied(result), observer)
+        else:
+            observer.note(self._applied(result))
         if result.probed is None and result.rate == 1 and keys.publication.permanent:
             observer.note(
                 "how much of what a noisy copy forgets comes over depends on the model: `mpu rehearse` finds the step "
                 "with records of your own, which aggregate then takes"
             )
         observer.note(f"rounding on storage: {result.rounding:.1%} of the update")
-        observer.note(f"next: `{command_to_publish(result.path, keys)}`; the client runs `mpu check` on a copy of it")
+        if self.as_adapter:
+            observer.note("the client's check needs a copy of the whole model: aggregate to one, too, and publish that")
+        else:
+            publish = command_to_publish(result.path, keys)
+            observer.note(f"next: `{publish}`; the client runs `mpu check` on a copy of it")
         outliers = [
             {"tensor": name, "copy": copy, "factor": factor if math.isfinite(factor) else None}
             for name, copy, factor in result.outliers
@@ -194,15 +189,15 @@ class Aggregate(Command):
         for file, update in zip(files, result.updates, strict=True):
             keys = update.keys
             _tell_deltas(f"{file}: run {keys.run}, round {keys.round}", update, observer)
-            summaries.append({"keys": file, **_document_of(update)})
+            observer.note(self._applied(update))
+            summaries.append({"keys": file, **_document_of(update), "step": update.rate})
         for i, file in enumerate(files):
             for j in range(i):
                 cosine = float(result.cosines[i, j])
                 observer.note(f"cosine between the updates of {files[j]} and {file}: {cosine:.3f}")
-        if self.aggregating.step == RESTORE and result.probed is None:
-            observer.note("applied with a step for each owner")
-        else:
-            self._tell_step(result.probed, result.updates[0].rate, observer)
+        if result.probed:
+            applied = f"applied with {result.probed.chosen:g} times what each owner's step would be alone"
+            self._tell_tried(result.probed, applied, observer)
         observer.note("to leave an owner out, leave out its keys and deltas")
         document = {
             "model": result.path,
@@ -214,24 +209,37 @@ class Aggregate(Command):
         }
         return Report([result.path], document)
 
-    def _tell_step(self, step: ProbedStep | None, rate: float, observer: Observer) -> None:
-        """The step, ``rate`` times the update, and the cost of other steps if some were tried."""
+    def _applied(self, update: Aggregation) -> str:
+        """An owner's step, and where it came from."""
+        why = ""
+        if self.aggregating.step == RESTORE and update.probed is None:
+            if update.owner.rehearsed_step is not None:
+                why = ", that of your rehearsal; --step names another"
+            elif update.rate != 1:
+                why = ", which restores what the average lost of each copy's change"
+        return f"applied with a step of {update.rate:g}{why}"
+
+    def _tell_tried(self, probed: ProbedStep, applied: str, observer: Observer) -> None:
+        """What each step costs that was tried on --probe, and why the one was ``applied`` that was."""
         from mpu_cli.protocol.step import MAX_STEP
 
-        if step is None:
-            restored = self.aggregating.step == RESTORE and rate != 1
-            why = ", which restores what the average lost of each copy's change" if restored else ""
-            observer.note(f"applied with a step of {rate:g}{why}")
-            return
-        rows = [[f"{at:g}", f"{loss:.4f}"] for at, loss in step.curve]
+        rows = [[f"{step:g}", f"{loss:.4f}"] for step, loss in probed.curve]
         observer.table("Steps tried", ["step", f"loss per answer token on {self.aggregating.probe}"], rows)
         which = "the longest found"
-        if step.chosen >= MAX_STEP:
+        if probed.chosen >= MAX_STEP:
             which = "the longest that is tried"
-        elif step.chosen == max(step.losses):
+        elif probed.chosen == max(probed.losses):
             which = "as long as it was to be"
-        rise = f"it rises by {step.rise:.2g}; --max-rise is {step.max_rise:g}"
-        observer.note(f"applied with a step of {step.chosen:g}, {which}: {rise}")
+        observer.note(f"{applied}, {which}: it rises by {probed.rise:.2g}; --max-rise is {probed.max_rise:g}")
+
+
+def _with_rehearsed_steps(owners: Sequence[Owner]) -> list[Owner]:
+    """``owners`` with the steps of the last rehearsals of their publications."""
+    from mpu_cli.protocol.updates import read_updates, rehearsed_step
+
+    entries = read_updates()
+    steps = [rehearsed_step(entries, owner.keys.run, owner.keys.round, owner.keys.base.fingerprint) for owner in owners]
+    return [replace(owner, rehearsed_step=step) for owner, step in zip(owners, steps, strict=True)]
 
 
 def _warn_of_earlier_deltas(owners: Sequence[Owner], observer: Observer) -> None:

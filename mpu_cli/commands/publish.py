@@ -342,13 +342,13 @@ def _next_step(published: Reviewed) -> str:
             f"next: {send}, in a folder {folder} that it puts beside its {names[0].stem}; there it runs `{check}`, "
             "which prints what is next"
         )
-    unlearn = command_line("mpu", "unlearn", *names[:2], "--forget", "forget.jsonl", "--retain", "retain.jsonl")
+    unlearn = command_line("mpu", "unlearn", *names, "--forget", "forget.jsonl", "--retain", "retain.jsonl")
     aggregate = command_line("mpu", "aggregate", deltas, "--keys", keys)
     step = f"next: {send}, who runs `{unlearn}` and returns the deltas; then `{aggregate}`"
-    if not published.keys.publication.permanent:
-        return step
+    if not published.keys.publication.permanent or any(not path.is_dir() for path in published.copies):
+        return step  # a rehearsal does not open sealed copies
     known = ("--forget", "known.jsonl", "--retain", "others.jsonl")
-    rehearse = command_line("mpu", "rehearse", published.copies[0], "--keys", keys, *known)
+    rehearse = command_line("mpu", "rehearse", *published.copies, "--keys", keys, *known)
     return f"{step}. Meanwhile `{rehearse}`, on records of yours that the model knows, finds the step that suits it"
 
 

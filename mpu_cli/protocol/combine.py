@@ -534,7 +534,7 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
     deltas, keys = owner.deltas, owner.keys
     check_base(base, keys)
     inverse_maps = InverseMaps(deltas, layout)
-    rate = default_step(base, deltas, weights) if options.step == RESTORE else options.rate
+    rate = default_step(base, owner) if options.step == RESTORE else options.rate
     gram = torch.zeros(len(deltas), len(deltas), dtype=torch.float64)
     tensors: dict[str, torch.Tensor] = {}
     outliers: list[tuple[str, int, float]] = []

@@ -110,10 +110,11 @@ def open_deltas(paths: Iterable[Path], keys: Keys) -> list[Delta]:
 
 @dataclass(frozen=True)
 class Owner:
-    """A data owner's publication, and the deltas that came back."""
+    """A data owner's publication, and the deltas that came back. ``rehearsed_step``: None without a rehearsal."""
 
     keys: Keys
     deltas: list[Delta]
+    rehearsed_step: float | None = None
 
     @property
     def trained_differently(self) -> tuple[tuple[int, int, str], ...]:

@@ -32,14 +32,16 @@ MOST_RESTORED = 2.0  # times the average; if changes agree less, a longer step i
 
 
 def default_step(base: Model, owner: Owner) -> float:
-    """The step for an owner's update ū = Σ_k w_k·u_k under --step restore: 1 or, if each copy was trained until it had
-    forgotten and ū is shorter than the changes u_k, the one that makes what they share as long as they are,
-    √(mean_k ‖u_k‖² / mean_k≠l ⟨u_k, u_l⟩), in hundredths, 1 to MOST_RESTORED.
+    """The step for an owner's update ū = Σ_k w_k·u_k under --step restore: that of the rehearsal, else 1 or, if each
+    copy was trained until it had forgotten and ū is shorter than the changes u_k, the one that makes what they share as
+    long as they are, √(mean_k ‖u_k‖² / mean_k≠l ⟨u_k, u_l⟩), in hundredths, 1 to MOST_RESTORED.
 
     A change made its copy forget together with all that noise, or the course of the training, added to it. The average
     has the shared part whole, and of the rest a part of each copy's, so it forgets less (docs/stopping.md). Weights
     that extrapolate to no noise need not shorten anything. Reads a slice or two of each tensor.
     """
+    if owner.rehearsed_step is not None:
+        return owner.rehearsed_step
     deltas, weights = owner.deltas, owner.keys.publication.scheme.weights
     if len(deltas) < 2 or not owner.until_done:
         return 1.0

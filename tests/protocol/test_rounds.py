@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mpu_cli.model.network import read_answers
+from mpu_cli.observer import SILENT
+from mpu_cli.protocol.updates import RehearsedStep, write_update
 from mpu_cli.records.encode import Encoding
 from mpu_cli.records.read import read_records
 from tests.helpers.models import DemoModel, load, random_model, save, write_records
@@ -274,6 +276,30 @@ class TestTheStep:
         assert document["smallest_pairwise_cosine"] == pytest.approx(9 / (9 + own**2), abs=1e-4)
         assert len(document["warnings"]) == (warning is not None)
         assert (warning or "") in "".join(document["warnings"])
+
+    def test_a_rehearsed_step_is_each_owners(self, mpu: Callable, publication: Path) -> None:
+        """Also where records of the server's bound it, and beside an owner for whom nothing was rehearsed."""
+        other = publication / "other"
+        mpu("publish", publication / "base", "--copies", 2, "--dtype", "float64", "--out", other, "--keys",
+            other / "keys.bin")  # fmt: skip
+        for place in (publication, other):
+            self.write_changes(place, 2, own=0.0)
+        keys = keys_of(publication)
+        write_update(RehearsedStep(keys.run, keys.round, keys.base.fingerprint, 1.5), SILENT)
+        options = ("--keys", publication / "keys.bin", "--trust-deltas", "--json", "--force")
+        probe = ("--probe", write_records(publication / "own.jsonl", 4, seed=3), "--max-rise", 1000)
+        for more in ((), probe):
+            aggregated = mpu("aggregate", publication / "deltas", *options, *more, "--out", publication / "u")
+            assert aggregated.json["step"] == 1.5
+        assert "that of your rehearsal" in mpu("aggregate", publication / "deltas", *options).err
+        together = mpu("aggregate", publication / "deltas", other / "deltas", *options, "--keys", other / "keys.bin",
+                       "--out", publication / "both")  # fmt: skip
+        assert [owner["step"] for owner in together.json["owners"]] == [1.5, 1]
+        before, after = (
+            load_file(folder / "model.safetensors")["model.norm.weight"][0]
+            for folder in (publication / "base", publication / "both")
+        )
+        assert float(after - before) == pytest.approx(3 * 1.5 + 3, abs=1e-4)
 
     @pytest.mark.slow
     def test_what_is_refused(self, mpu: Callable, returned_delta: Path, demo: DemoModel) -> None:

@@ -13,7 +13,7 @@ from mpu_cli.commands.secrets import opened_keys
 from mpu_cli.commands.unlearn import Unlearn, UnlearnPlan
 from mpu_cli.errors import MpuError, UsageError
 from mpu_cli.files.boundary import private_umask
-from mpu_cli.files.manifest import read_copy_manifest
+from mpu_cli.files.manifest import read_copy_manifest, round_folder
 from mpu_cli.lab.options.experiment import UNLEARN, USUAL
 from mpu_cli.observer import SILENT, Observer, PrefixedObserver
 from mpu_cli.options.command import BASE_AGAIN, KEYS, Command, Opening, Report, Table
@@ -52,10 +52,12 @@ class TriedStep:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """The steps that were ``tried``; ``step``: the middle, as a ratio, of those that pass, None if none does."""
+    """The steps that were ``tried`` for the publication of this ``round``; ``step``: the middle, as a ratio, of those
+    that pass, None if none does."""
 
     tried: Sequence[TriedStep]
     goal: Goal
+    round: int = 1
 
     @property
     def passing(self) -> list[float]:
@@ -120,7 +122,7 @@ class Rehearse(Command):
             update = plan_aggregate(base, owners, once, out=Path(scratch) / "model", trust_deltas=True)
             aggregate(update, observer=PrefixedObserver(observer, "aggregate"))
             updated = open_model(str(update.out))
-            rehearsal = Rehearsal(_try_steps(base, updated, keys, plan, observer), self.goal)
+            rehearsal = Rehearsal(_try_steps(base, updated, keys, plan, observer), self.goal, keys.round)
         if rehearsal.step is not None:
             write_update(RehearsedStep(keys.run, keys.round, keys.base.fingerprint, rehearsal.step), observer)
         return rehearsal
@@ -156,9 +158,8 @@ class Rehearse(Command):
                 "probably fail, too"
             )
             return Report([], document, status=1)
-        observer.note(
-            f"next: `{command_line('mpu', 'aggregate', 'deltas', '--keys', self.keys)}`, which takes this step"
-        )
+        deltas = round_folder(Path("deltas"), rehearsal.round)
+        observer.note(f"next: `{command_line('mpu', 'aggregate', deltas, '--keys', self.keys)}`, which takes this step")
         return Report([f"{rehearsal.step:g}"], document)
 
 
@@ -182,7 +183,7 @@ def _try_steps(base: Model, updated: Model, keys: Keys, plan: UnlearnPlan, obser
     examples, _ = encoded_sets(model, tokenizer, plan.data, options)
     at_once, public = scored_at_once(options.training, model.device), None
     if keys.reference is not None and "unseen" not in examples:
-        public = probabilities_under(keys.reference, examples["forget"], at_once, device)
+        public = probabilities_under(keys.reference, examples, at_once, device)
     scorer = Scorer(model, examples, at_once, public, plan.command.goal.max_left)
     go_to = steps_between(base, updated, model)
     observer.stage("try steps", len(TRIED_STEPS), "tried")
