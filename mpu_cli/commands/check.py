@@ -17,6 +17,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import ALLOW, FORCE, IDENTITY, Command, Report, Table
 from mpu_cli.options.declare import as_arguments, declared_options, differing, from_flat, group, option
 from mpu_cli.options.evaluation import Checking, Scoring
+from mpu_cli.options.unlearning import Goal
 from mpu_cli.subprocesses import process_count
 from mpu_cli.version import __version__
 from mpu_cli.wording import command_line
@@ -149,6 +150,14 @@ class Check(Command):
                         f"put back the one of round {first.round}, which its owner sent you, and the copy to check "
                         "into a folder of its own; or name another copy from before with --before if you know why",
                     )
+        goal, usual = checking.goal, Goal()
+        is_noted = not {"max_left", "min_kept"}.isdisjoint(noted.keys() - differing(self.checking).keys())
+        if is_noted and (goal.max_left > usual.max_left or goal.min_kept < usual.min_kept):
+            observer.warn(
+                f"judged by the limits of your request, max_left={goal.max_left:g} and min_kept={goal.min_kept:g}, "
+                f"which are laxer than the usual {usual.max_left:g} and {usual.min_kept:g}; to judge by those, name "
+                "the records with --forget and the others with --retain"
+            )
         before = self.before or first.copy_path
         shown = command_line(*as_arguments(checking), "--before", before)
         observer.note(f"from your request on copy {request.copy} of run {request.run}: {shown}")

@@ -306,13 +306,12 @@ def _interval(
     round_share: Callable[[float], float],
 ) -> Share | None:
     """A percentile bootstrap over the clusters of a set's records and, independently, of another's; the same each time.
-    None if the statistic is infinite."""
+    A single cluster is all that the request is about, so only the other set's are drawn. None if the statistic is
+    infinite."""
     clusters = [_clusters_of(scores) for scores in sets]
     estimate = statistic(*(np.sort(np.concatenate(groups)) for groups in clusters))
     if math.isinf(estimate):
         return None
-    if len(clusters[0]) < 2:
-        return Share(round_share(_cut(estimate)), -WIDEST, WIDEST)
     generator = np.random.default_rng(0)
     resampled = []
     for _ in range(RESAMPLES):

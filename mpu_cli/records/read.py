@@ -611,6 +611,19 @@ def _rows_of_source(source: str | Path, reading: RecordFormat) -> Iterable[Row]:
     raise MpuError(f"{source}: no such file", hint)
 
 
+def from_root(sources: str) -> str:
+    """``sources``, which ``read_records`` takes, with the whole path of each file, folder or pattern."""
+
+    def whole(name: str) -> str:
+        corpus, folder = name.partition(":")[0], name.rpartition(":")[0]
+        if corpus in CORPORA or name.startswith(HUB_PREFIX):
+            return name
+        is_path = Path(name).exists() or has_magic(name) or (folder and Path(folder).exists())
+        return str(Path(name).absolute()) if is_path else name
+
+    return "\n".join(map(whole, sources.splitlines()))
+
+
 def _folder_rows(folder: Path, of_folder: str | None, reading: RecordFormat) -> Iterable[Row]:
     if (folder / DATASET_DICT).is_file() or (folder / DATASET_STATE).is_file():
         return saved_dataset_rows(folder, of_folder)

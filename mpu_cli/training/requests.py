@@ -23,7 +23,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.declare import declared_options, differing, from_flat
 from mpu_cli.options.unlearning import Checks, Goal, Prompts, RecordFormat, Unlearning
 from mpu_cli.records.forms import Record, digest_of_record
-from mpu_cli.records.read import read_records
+from mpu_cli.records.read import from_root, read_records
 from mpu_cli.wording import counted
 
 SOURCES = ("retain", "unseen", "public")  # options that name files; all other text stays as it is
@@ -40,8 +40,6 @@ class Source:
 
     def read(self, observer: Observer = SILENT) -> list[Record]:
         """All records that the files have now: none if one of them is gone or cannot be read."""
-        if any(name.startswith("/") and not Path(name).exists() for name in self.forget.splitlines()):
-            return []
         try:
             return list(read_records(self.forget, from_flat(RecordFormat, self.reading), observer=observer))
         except MpuError:
@@ -117,11 +115,6 @@ def _noted(name: str, value: object) -> Any:
     return from_root(value) if name in SOURCES and isinstance(value, str) else value
 
 
-def from_root(sources: str) -> str:
-    """Each file that ``sources`` names, a line each, with its whole path."""
-    return "\n".join(str(Path(name).absolute()) if Path(name).exists() else name for name in sources.splitlines())
-
-
 def requests_before(
     source: Source, manifests: Mapping[str, CopyManifest | None], requests: Sequence[Request]
 ) -> dict[str, list[Request]]:
@@ -152,8 +145,12 @@ def request_of(change: str) -> Request | None:
 
 
 def requests_alike(request: Request, requests: Sequence[Request]) -> list[Request]:
-    """The ``requests`` in the run of ``request`` that are about the same records."""
-    return [other for other in requests if (other.run, other.sources[0]) == (request.run, request.sources[0])]
+    """The ``requests`` in the run of ``request`` that are about the same records, from whichever files."""
+
+    def records(each: Request) -> set[str]:
+        return {digest for source in each.sources for digest in source.records}
+
+    return [other for other in requests if other.run == request.run and records(other) == records(request)]
 
 
 def noted_options(request: Request) -> dict[str, Any]:

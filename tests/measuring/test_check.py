@@ -233,6 +233,17 @@ def test_turns_of_one_dialogue_do_not_narrow_the_interval() -> None:
     assert widths[1] == pytest.approx(widths[0], rel=0.1)
 
 
+@pytest.mark.parametrize(("left", "passes"), [(0.02, True), (0.2, False)])
+def test_a_single_record_is_all_that_a_request_is_about(left: float, passes: bool) -> None:
+    """One of a known probability: no others like it are drawn, only those that nobody saw."""
+    before = {"forget": scores(0.9), "unseen": scores(*[0.0, 0.01] * 40), "held_out": scores(*[0.9] * 20)}
+    after = before | {"forget": scores(0.005 + left * 0.895)}
+    verdict = judge(after, before, max_left=0.05, min_kept=0.95)
+    assert verdict.left is not None
+    assert verdict.left.estimate == pytest.approx(left, abs=0.01)
+    assert (verdict.passes, verdict.needs_another_round) == (passes, not passes)
+
+
 @pytest.mark.parametrize(
     ("left", "kept", "sentence"),
     [

@@ -281,6 +281,53 @@ def test_a_delta_without_the_earlier_request_says_so(mpu: Callable, root: Path, 
     assert "6 records of earlier requests" in again.err
 
 
+def test_check_compares_with_the_copy_from_before_a_further_request(mpu: Callable, root: Path) -> None:
+    """Two requests on the first copies, and a second round on the records of both, named at once."""
+    for forget in ("first.jsonl", "second.jsonl"):
+        mpu(*unlearn("copy_1", "copy_2", forget=forget), cwd=root)
+    mpu("aggregate", "deltas/request_2", "--keys", "keys.bin", cwd=root)
+    mpu("publish", "unlearned", "--copies", 2, "--kappa", 0.001, cwd=root)
+    both = ("--forget", "first.jsonl")
+    mpu(*unlearn("round_2/copy_1", "round_2/copy_2", forget="second.jsonl"), *both, cwd=root)
+    checked = mpu("check", "round_2/copy_2", cwd=root, check=False)
+    assert " --before copy_1 " in " ".join(checked.err.split())
+
+
+def test_records_are_found_from_another_folder(mpu: Callable, root: Path) -> None:
+    """Those of a pattern, of a split of a folder, and of a file."""
+    (root / "folder").mkdir()
+    for number, name in enumerate(("a.jsonl", "b.jsonl", "folder/train.jsonl"), 5):
+        write_records(root / name, number, number)
+    for forget in ("[ab].jsonl", "folder:train", "first.jsonl"):
+        mpu(*unlearn("copy_1", forget=forget), cwd=root)
+    elsewhere = root / "elsewhere"
+    elsewhere.mkdir()
+    again = mpu("unlearn", "../copy_1", "--retain", "../retain.jsonl", "--max-steps", 1, "--forget", "../second.jsonl",
+                cwd=elsewhere)  # fmt: skip
+    assert "24 records of earlier requests" in again.err
+
+
+def test_laxer_limits_of_a_request_are_warned_of(mpu: Callable, root: Path) -> None:
+    """A check takes them from the note, also where the usual ones are named, which no option can be told from."""
+    mpu(*unlearn("copy_1", forget="first.jsonl"), "--goal", "max_left=0.5", cwd=root)
+    for options, warned in (((), True), (("--goal", "max_left=0.05"), True), (("--goal", "max_left=0.06"), False)):
+        checked = mpu("check", "copy_2", *options, cwd=root, check=False)
+        assert ("laxer than the usual" in " ".join(checked.err.split())) is warned
+
+
+def test_a_copy_follows_no_other_publication_of_its_name(mpu: Callable, root: Path) -> None:
+    """Published once more with other noise: its first copy settles the steps anew, and the second follows it."""
+    publish = ("publish", "base", "--copies", 2, "--run", "clinic", "--kappa")
+    steps = []
+    for number, kappa in enumerate((0.001, 0.002), 1):
+        mpu(*publish, kappa, "--out", f"copies_{number}", "--keys", f"{number}.bin", cwd=root)
+        for copy in ("copy_1", "copy_2"):
+            train = unlearn(f"copies_{number}/{copy}", forget="first.jsonl")
+            train = (*train, "--out", f"{number}_{copy}", "--alone", "--json", "--lr", 1e-9, "--max-steps", 2)
+            steps.append(mpu(*train, cwd=root).err.count("for the 2 steps of the round's first copy"))
+    assert steps == [0, 1, 0, 1]
+
+
 def test_check_compares_with_the_copy_from_before_the_first_round(mpu: Callable, root: Path) -> None:
     """Records that took two rounds are judged by what the first copy knew of them, and of the others."""
     mpu(*unlearn("copy_1", "copy_2", forget="first.jsonl"), cwd=root)
