@@ -141,7 +141,7 @@ class UnlearnPlan:
     def _tell(self, copy: str, manifest: CopyManifest | None, result: UnlearningResult, observer: Observer) -> None:
         """The outcome of one copy."""
         if result.schedule and manifest and manifest.copies > len(self.targets):
-            schedule = ":".join(f"{value:g}" for value in astuple(result.schedule))
+            schedule = ":".join(map(str, astuple(result.schedule)))
             observer.note(
                 f"other copies of this publication, if another machine trains them, take --round-schedule {schedule}"
             )
@@ -319,9 +319,9 @@ class Unlearn(Command):
     )
     round_schedule: str | None = option(
         None,
-        "What `unlearn` printed for the first copy of the publication, on another machine: its steps, level, share, α, "
-        "which all copies have in common.",
-        metavar="S:B:C:A",
+        "What `unlearn` printed for the first copy of the publication, on another machine: its steps, of how many "
+        "planned ones, level, share, α, which all copies have in common.",
+        metavar="S:P:B:C:A",
         panel=Stopping.PANEL,
     )
     show: int = option(0, "Print answers to the first N questions to forget, before and after.", metavar="N", least=0)
@@ -531,7 +531,7 @@ def _round_schedule(text: str) -> RoundSchedule:
         return msgspec.convert(dict(zip(names, text.split(":"), strict=True)), RoundSchedule, strict=False)
     except ValueError as error:
         raise UsageError(
-            f"--round-schedule {text}: not a schedule", "give it as `mpu unlearn` printed it, such as 60:-6.5:1:10"
+            f"--round-schedule {text}: not a schedule", "give it as `mpu unlearn` printed it, such as 60:180:-6.5:1:10"
         ) from error
 
 

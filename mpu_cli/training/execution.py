@@ -235,6 +235,16 @@ class Checkpoints:
         return hmac.new(self.secret, message, "sha256").hexdigest()
 
 
+def give_up(checkpoint: Path, nbytes: int, warn: Callable[[str], None]) -> None:
+    """Remove a ``checkpoint``, of ``nbytes`` or more, that there was no room for, and say so."""
+    shutil.rmtree(checkpoint, ignore_errors=True)
+    free = shutil.disk_usage(checkpoint.parent).free
+    warn(
+        f"{checkpoint}: no room for a checkpoint ({nbytes:,} bytes or more, {free:,} are free); the training goes on "
+        "without"
+    )
+
+
 class CheckpointCallback(TrainerCallback):
     """Has the Trainer write a checkpoint after the first step and then as often as CHECKPOINT_SHARE allows, or every
     ``steps`` steps; none after the last, however it is the last, which the result follows. Each is sealed once it is

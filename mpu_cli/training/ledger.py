@@ -60,6 +60,7 @@ class RoundSchedule:
     """The schedule that all copies of a round have to share for the noise to cancel, as the first one settled it."""
 
     steps: Count
+    planned_steps: Count  # the most that the first copy might have taken, by which the rate goes
     level: Annotated[float, Meta(ge=-1e300, lt=0)]  # of the hinge loss, in nats per token
     scale: Above0  # the share of the change that is returned
     alpha: Scale  # the weight of the retain term
@@ -170,13 +171,18 @@ def write_round_schedule(path: Path, identity: str, round_schedule: RoundSchedul
 
 
 def schedule_of_round(entry: LedgerEntry, earlier: Sequence[LedgerEntry]) -> RoundSchedule | None:
-    """The schedule of the first training in ``earlier`` that another copy of the round of ``entry`` had on the same
+    """The schedule of the first training in ``earlier`` that a copy of the publication of ``entry`` had on the same
     records with the same options, or None."""
-    for other in earlier:
-        same = (other.run, other.round, other.training) == (entry.run, entry.round, entry.training)
-        if entry.run and same and other.schedule:
-            return other.schedule
-    return None
+    schedule = None
+    weights = {entry.copy: entry.weights}
+    for other in reversed(earlier):
+        if not entry.run or (other.run, other.round) != (entry.run, entry.round):
+            continue
+        if weights.setdefault(other.copy, other.weights) != other.weights:
+            break  # of an earlier publication under the same name
+        if other.training == entry.training and other.schedule:
+            schedule = other.schedule
+    return schedule
 
 
 def write_down(

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import random
-import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ import torch
 import transformers
 from accelerate import PartialState
 from accelerate.utils.memory import clear_device_cache
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import Dataset
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -44,6 +44,7 @@ from mpu_cli.training.execution import (
     check_sharding,
     compiled_layers,
     from_first,
+    give_up,
     step_of,
     whole_head,
 )
@@ -194,18 +195,21 @@ def the_one_item(batches: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 class UnlearningTrainer(Trainer):
     """Trains through ``MicroBatches``, and reports each step. In one process, a micro-batch that memory does not
-    suffice for is split, and its step begun again. ``head``: as ``forward`` takes it."""
+    suffice for is split, and its step begun again. ``head``: as ``forward`` takes it; ``planned_steps``: over which the
+    rate takes its course."""
 
     loss_is_scaled_for_ga = True  # every part is normalised by its whole step
 
     def __init__(
         self, *, objective: Objective, sets: ExampleSets, training: Training,
-        head: Head | None, on_step: Callable[[Losses], None], warn: Callable[[str], None], **kwargs: object,
+        head: Head | None, planned_steps: int, on_step: Callable[[Losses], None], warn: Callable[[str], None],
+        **kwargs: object,
     ):  # fmt: skip
         super().__init__(**kwargs)
         self._head, self._own_head = head, self.model.get_output_embeddings()
         self._objective, self._sets, self._training = objective, sets, training
         self._on_step, self._warn = on_step, warn
+        self._planned_steps = planned_steps
         self._sums: dict[str, torch.Tensor] = {}
         self._last_sums: dict[str, float] = {}  # terms of the last step
         self._done_in_step: list[int] = []  # the micro-batches of the step that are done
@@ -223,6 +227,9 @@ class UnlearningTrainer(Trainer):
             self._training.optim, groups, float(self._training.lr), outside_layers(self.model)
         )
         return self.optimizer
+
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> LRScheduler:
+        return super().create_scheduler(max(num_training_steps, self._planned_steps), optimizer)
 
     def training_step(
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: torch.Tensor | int | None = None
@@ -358,12 +365,7 @@ class UnlearningTrainer(Trainer):
             if not no_space(error) or self.accelerator.num_processes > 1:
                 raise
             folder = Path(self.args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-            shutil.rmtree(folder, ignore_errors=True)
-            free = shutil.disk_usage(self.args.output_dir).free  # a checkpoint has the weights and AdamW's two moments
-            self._warn(
-                f"{folder}: no room for a checkpoint ({3 * self._trained_bytes:,} bytes or more, {free:,} are free); "
-                "the training goes on without"
-            )
+            give_up(folder, 3 * self._trained_bytes, self._warn)  # it has the weights and AdamW's two moments
 
     def log(self, logs: dict[str, float], *arguments: object) -> None:
         super().log(logs | self._last_sums, *arguments)
@@ -465,12 +467,14 @@ def train(
     on_step: OnStep,
     warn: Callable[[str], None] = lambda _: None,
     early_stopping: TrainerCallback | None = None,
+    planned_steps: int = 0,
 ) -> torch.nn.Module:
     """Train ``model`` in place, on the device it is on, through ``steps``; returns it as it was wrapped for that.
 
     ``on_step`` is called with the losses of each step and the number of steps; ``warn``, with a sentence, when memory
     or the disk does not suffice and the training adapts. With ``checkpoints``, keeps some and resumes from the latest.
-    ``early_stopping`` may end the training early. Raises OutOfMemoryError if memory does not suffice for one record.
+    ``early_stopping`` may end the training early; ``planned_steps``: where these are the first ones of more. Raises
+    OutOfMemoryError if memory does not suffice for one record.
     """
     for remark in remarks_on_warmup(training, len(steps)):
         warn(remark)
@@ -520,6 +524,7 @@ def train(
             sets=sets,
             training=training,
             head=whole_head(model) if sharded else separate_head(model),  # a whole copy if the weights are split
+            planned_steps=planned_steps,
             on_step=record,
             warn=warn,
         )

@@ -22,10 +22,12 @@ from statistics import fmean
 from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from mpu_cli.errors import no_space
 from mpu_cli.model.network import Answers
 from mpu_cli.observer import Observer
 from mpu_cli.options.unlearning import Goal, Stopping
@@ -33,6 +35,7 @@ from mpu_cli.records.encode import Example
 from mpu_cli.records.forms import digest_of_record
 from mpu_cli.records.knowledge import LEAST_KNOWN, Probabilities, error_of_share_left, share_kept, share_left, tail_of
 from mpu_cli.training.data import Dataset
+from mpu_cli.training.execution import give_up
 from mpu_cli.training.ledger import RoundSchedule
 from mpu_cli.wording import counted
 
@@ -102,14 +105,15 @@ class StoppingRule:
     schedule: RoundSchedule | None = None
 
     def facts(self) -> dict[str, object]:
-        """The options that decide the training, for tags and digests; not the contents of files."""
+        """The options that decide the training, for a digest; not the contents of files."""
         goal = self.goal
         return {**asdict(self.stopping), "goal": [goal.max_left, goal.min_kept, goal.held_out]}
 
     def limit(self, records: int, batch_size: int) -> int:
-        """The number of steps at most, for so many ``records`` to forget."""
+        """The number of steps that a training plans for so many ``records`` to forget, of which it takes fewer if it is
+        done before: the same for all copies of a round, as the rate goes by it."""
         if self.schedule:
-            return self.schedule.steps
+            return self.schedule.planned_steps
         return self.stopping.max_steps or max(STEPS, PASSES * -(-records // batch_size))
 
 
@@ -163,7 +167,7 @@ def pulling_level(level: float, loss: float) -> float:
 class Scorer:
     """Scores a model on records to forget, held-out and unseen ones, relative to what it knew ``before``.
 
-    ``public``: the probabilities of the records to forget under a model that never saw them, record by record;
+    ``public``: the probabilities of the scored records under a model that never saw them, by set;
     ``max_left``: the share that may be left; ``forget``: the probabilities of the scored records to forget under
     ``model``, where they are known.
     """
@@ -173,13 +177,13 @@ class Scorer:
         model: PreTrainedModel,
         sets: Mapping[str, Sequence[Example]],
         at_once: int,
-        public: Sequence[float] | None,
+        public: Mapping[str, Sequence[float]] | None,
         max_left: float,
         forget: Sequence[float] | None = None,
     ):
         names = [name for name in ("forget", "held_out", "unseen") if name in sets]
         self._answers = {name: Answers(spread(sets[name]), at_once) for name in names}
-        self._public = None if public is None else Probabilities.of(spread(public))
+        self._public = None if public is None else Probabilities.of(public["forget"], public.get("unseen"))
         self._max_left = max_left
         known = {} if forget is None else {"forget": list(forget)}
         self.before = known | self._probabilities(model, [name for name in names if name not in known])
@@ -344,9 +348,15 @@ class EarlyStopping(TrainerCallback):
         if self._best is None or not folder.is_dir():  # there was no room for it
             return
         scores, scale, weights = self._best
-        save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / BEST_WEIGHTS)
         document = {"history": [asdict(entry) for entry in self.history], "best": asdict(scores), "scale": scale}
-        (folder / HISTORY).write_text(json.dumps(document), encoding="utf-8")
+        try:
+            save_file({name: weight.contiguous() for name, weight in weights.items()}, folder / BEST_WEIGHTS)
+            (folder / HISTORY).write_text(json.dumps(document), encoding="utf-8")
+        except (OSError, SafetensorError) as error:
+            if not no_space(error):
+                raise
+            # Without these, a training that resumes from it would be another one.
+            give_up(folder, sum(weight.nbytes for weight in weights.values()), self._observer.warn)
 
     def resume(self, checkpoint: Path) -> None:
         """Take up what ``on_save`` put into a checkpoint, which is sealed."""
@@ -357,9 +367,9 @@ class EarlyStopping(TrainerCallback):
         weights = load_file(checkpoint / BEST_WEIGHTS, device=str(self._place))
         self._best = StepScores(**document["best"]), document["scale"], weights
 
-    def finish(self, model: PreTrainedModel, steps: int) -> tuple[StepScores, RoundSchedule]:
+    def finish(self, model: PreTrainedModel, steps: int, planned_steps: int) -> tuple[StepScores, RoundSchedule]:
         """Put the weights of the best scores back into ``model``, or as much of the change as the round's first copy
-        returned; the scores then, and the schedule of the training."""
+        returned; the scores then, and the schedule of the training, which took so many ``steps``."""
         if self._round_schedule or self._best is None:
             weights = _copy_weights(model, self._place)
             scale = self._round_schedule.scale if self._round_schedule else 1.0
@@ -380,7 +390,7 @@ class EarlyStopping(TrainerCallback):
                 scale = SHARE_MARGIN
                 scores = self._scores_of_share(model, weights, scale, scores.step)
         self._set_share(model, weights, scale)
-        return scores, RoundSchedule(scores.step, self.level, scale, self.alpha)
+        return scores, RoundSchedule(scores.step, planned_steps, self.level, scale, self.alpha)
 
     def _scaled_back(
         self,

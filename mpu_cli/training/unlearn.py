@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
 from importlib.metadata import version
 from itertools import chain
@@ -250,7 +250,11 @@ class UnlearningTask:
             rule = self.stopping_rule
             if rule and not rule.schedule and entry:  # the first copy of a round leads, the others follow
                 self.stopping_rule = replace(rule, schedule=schedule_of_round(entry, earlier))
-            steps, training = self._plan_steps(sets)  # the options keep --lr auto, as they identify the training
+            # The options keep --lr auto, as they identify the training.
+            planned_steps, training = self._plan_steps(sets)
+            steps = planned_steps
+            if self.stopping_rule and self.stopping_rule.schedule:
+                steps = planned_steps[: self.stopping_rule.schedule.steps]
             checkpoints, steps_done = self._open_checkpoints(len(steps))
             to_train = self.change.wrap(model)
             self.observer.stage("measure", 1, "done")
@@ -280,10 +284,11 @@ class UnlearningTask:
                 trained = train(
                     to_train, steps, sets, self.objective, training, logging=self.logging, checkpoints=checkpoints,
                     on_step=record, warn=self.observer.warn, early_stopping=early_stopping,
+                    planned_steps=len(planned_steps),
                 )  # fmt: skip
             scores, round_schedule = None, None
             if early_stopping:
-                scores, round_schedule = early_stopping.finish(trained, steps_done + len(losses))
+                scores, round_schedule = early_stopping.finish(trained, steps_done + len(losses), len(planned_steps))
                 self._write_schedule(entry, round_schedule)
             self.observer.stage("measure again", 1, "done")
             after = measure(trained, sets, self.options)[0] if self.is_alone else None
@@ -468,7 +473,8 @@ class UnlearningTask:
         return {name: example_set.on(device) for name, example_set in sets.items()}
 
     def _plan_steps(self, sets: ExampleSets) -> tuple[list[Step], Training]:
-        """The examples of each step, and the training's options with a learning rate."""
+        """The examples of each step, as many as the first copy of a round may take, and the training's options with a
+        learning rate."""
         forget = len(sets["forget"].examples)
         retain = len(sets["retain"].examples) if "retain" in sets else 0
         training = self.options.training
@@ -520,7 +526,8 @@ class UnlearningTask:
         decided["micro_batch_size"] = self.options.training.micro_batch_size  # the Trainer counts them in checkpoints
         stopping = None
         if rule := self.stopping_rule:
-            stopping = [rule.facts(), asdict(rule.schedule) if rule.schedule else None]
+            public = self.checks.public if self.checks else None
+            stopping = [rule.facts(), asdict(rule.schedule) if rule.schedule else None, public]
         weights = [self.fingerprint, self.copy.checkpoint.metadata]
         return _digest([decided, *weights, records_digest(self.data), self.copy.reading_context, stopping])
 
@@ -568,7 +575,7 @@ class UnlearningTask:
             examples = {name: example_set.examples for name, example_set in sets.items()}
             if self.checks and self.checks.public is not None:
                 self.observer.stage("score the public model", 1, "done")
-                public = probabilities_under(self.checks.public, examples["forget"], at_once, options.training.device)
+                public = probabilities_under(self.checks.public, examples, at_once, options.training.device)
             scorer = Scorer(to_train, examples, at_once, public, self.stopping_rule.goal.max_left, probabilities)
             faithful_alpha = None
             if options.algorithm_options.alpha is None:
@@ -644,12 +651,15 @@ class UnlearningTask:
         return self.change.norm(norm, self.output), rounding
 
 
-def probabilities_under(public: str, examples: Sequence[Example], at_once: int, device: str) -> list[float]:
-    """The probability of each record's answer under the model at ``public``."""
+def probabilities_under(
+    public: str, examples: Mapping[str, Sequence[Example]], at_once: int, device: str
+) -> dict[str, list[float]]:
+    """The probabilities of the answers that a ``Scorer`` compares with those under the model at ``public``, by set."""
     model, _ = load(open_model(public), torch.float32, device)
-    if max(max(example.ids) for example in examples) >= vocabulary_size(model):
+    sets = {name: spread(examples[name]) for name in ("forget", "unseen") if name in examples}
+    if max(max(example.ids) for members in sets.values() for example in members) >= vocabulary_size(model):
         raise MpuError(f"{public}: has fewer tokens than the model", "name the model that the server's came from")
-    return [score.probability for score in Answers(examples, at_once).scores(model)]
+    return {name: [s.probability for s in Answers(members, at_once).scores(model)] for name, members in sets.items()}
 
 
 def _digest(facts: object) -> str:

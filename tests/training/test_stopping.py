@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import random
+import re
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -18,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mpu_cli.demo.model import make_people
+from mpu_cli.measuring.verdict import RecordScores, judge
 from mpu_cli.options.unlearning import Goal
 from mpu_cli.records.encode import Encoding, Limits, pad
 from mpu_cli.records.forms import Record, question
@@ -59,7 +63,7 @@ def test_the_ledger_reads_every_schedule_that_options_allow(tmp_path: Path) -> N
     """--constants takes any level below 0 and any α from 0 on: a ledger with one it does not read would be damaged."""
     entry = LedgerEntry(identity="a", run="b", round=1, copy=1, weights="c", algorithm="hinge", records=1)
     write_down(tmp_path / "ledger.jsonl", entry, delta=1e-5, budget=None)
-    for schedule in (RoundSchedule(10, -150.0, 1.0, 2e6), RoundSchedule(10, -1e-9, 12.0, 0.0)):
+    for schedule in (RoundSchedule(10, 180, -150.0, 1.0, 2e6), RoundSchedule(10, 180, -1e-9, 12.0, 0.0)):
         write_round_schedule(tmp_path / "ledger.jsonl", "a", schedule)
         assert [entry.schedule for entry in read_ledger(tmp_path / "ledger.jsonl")] == [schedule]
 
@@ -395,6 +399,74 @@ def test_a_training_killed_at_an_evaluation_is_the_same_training(
         assert all(torch.equal(resumed[2][name], change) for name, change in whole.items())
 
 
+@pytest.mark.slow
+def test_a_copy_that_follows_its_own_schedule_is_the_same(
+    mpu: Callable, tmp_path: Path, demo: DemoModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On another machine, as printed, with a rate that falls over the planned steps: the same bits."""
+    mpu("publish", demo.model, "--copies", 2, "--kappa", 0.001, cwd=tmp_path)
+    train = ("unlearn", "copy_1", "--forget", demo.forget, "--retain", demo.retain, "--max-steps", 200,
+             "--training", "lr_scheduler=linear", "--alone", "--out")  # fmt: skip
+    led = mpu(*train, "led.safetensors", cwd=tmp_path)
+    [schedule] = re.findall(r"--round-schedule (\S+)", " ".join(led.err.split()))
+    assert int(schedule.split(":")[0]) < 200
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "elsewhere"))
+    mpu(*train, "followed.safetensors", "--round-schedule", schedule, cwd=tmp_path)
+    led, followed = (load_file(tmp_path / f"{name}.safetensors") for name in ("led", "followed"))
+    assert all(torch.equal(followed[name], change) for name, change in led.items())
+
+
+def test_training_and_check_have_one_measure(tmp_path: Path, demo: DemoModel) -> None:
+    """With a public model and unseen records, too, of which anybody guesses some."""
+    tokenizer = AutoTokenizer.from_pretrained(demo.model)
+    rows = [row for person in make_people(16, 0)[10:] for row in person]
+    unseen = tmp_path / "unseen.jsonl"
+    unseen.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {"forget": demo.forget, "held_out": demo.retain, "unseen": unseen}
+    sets = {name: Encoding(tokenizer).encode(read_records(path)) for name, path in files.items()}
+
+    def noisy(share: float) -> tuple[AutoModelForCausalLM, dict[str, RecordScores]]:
+        model = AutoModelForCausalLM.from_pretrained(demo.model).eval()
+        noise = ProbeNoise({name: p.detach().clone() for name, p in model.named_parameters()}, 1, share)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(noise.noisy(name))
+        model.save_pretrained(tmp_path)
+        tokenizer.save_pretrained(tmp_path)
+        of_sets = {name: probabilities(tmp_path, path) for name, path in files.items()}
+        return model, {name: RecordScores(values, [False] * len(values)) for name, values in of_sets.items()}
+
+    (before, known), (after, left), (_, guessed) = (noisy(share) for share in (0.0, 0.8, 2.0))
+    public = {name: guessed[name].probabilities for name in ("forget", "unseen")}
+    scorer = Scorer(before, sets, 8, public, 0.05)
+    scored = scorer.score(after, 1)
+    verdict = judge(left, known, public=guessed, max_left=0.05, min_kept=0.95)
+    assert verdict.left is not None
+    assert 0.05 < scored.left < 0.95
+    assert verdict.left.estimate == pytest.approx(scored.left, abs=0.011)
+    assert verdict.stands_out is scored.stands_out
+
+
+@pytest.mark.slow
+def test_the_best_weights_without_room_end_nothing(
+    mpu: Callable, tmp_path: Path, demo: DemoModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is full once the Trainer has written its part: the training is that without --resume."""
+    mpu("publish", demo.model, "--copies", 1, "--kappa", 0, "--permanent-noise", 0.05, cwd=tmp_path)
+    train = ("unlearn", "copy_1", "--forget", demo.forget, "--retain", demo.retain, "--max-steps", 20, "--alone",
+             "--out")  # fmt: skip
+    mpu(*train, "whole.safetensors", cwd=tmp_path)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(stopping, "save_file", full)
+    resumable = mpu(*train, "resumable.safetensors", "--resume", "--training", "checkpoint_steps=10", cwd=tmp_path)
+    assert "checkpoint-10: no room for a checkpoint" in resumable.err
+    whole, delta = (load_file(tmp_path / f"{name}.safetensors") for name in ("whole", "resumable"))
+    assert all(torch.equal(whole[name], change) for name, change in delta.items())
+
+
 def test_alpha_grows_with_the_number_of_records_to_forget(mpu: Callable, tmp_path: Path) -> None:
     """On a model without noise; an α that was asked for stays."""
     save(random_model("llama"), tmp_path / "base")
@@ -423,7 +495,7 @@ def test_under_noise_that_is_felt_more_than_the_trained_change_is_returned(
     assert "for 10 steps at most\n" in lengthened.err
     schedule = lengthened.json["round_schedule"]
     assert schedule["scale"] == SHARE_MARGIN
-    unscaled = f"{schedule['steps']}:{schedule['level']}:1:{schedule['alpha']}"
+    unscaled = ":".join(map(str, (schedule | {"scale": 1}).values()))
     mpu(*train, "--round-schedule", unscaled, "--out", "whole.safetensors", cwd=tmp_path)
     returned, trained = load_file(tmp_path / "deltas/copy_1.safetensors"), load_file(tmp_path / "whole.safetensors")
     for name, change in trained.items():
