@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import json
+import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING
@@ -32,12 +34,15 @@ def typer_command(command: type[Command], *, with_options: bool) -> Callable[...
     if with_options and "as_json" not in declarations:
         parameters.append(_switch("as_json", "--json", "Print one JSON document instead of paths."))
 
-    def call(*, dry_run: bool = False, **values: Any) -> None:
+    parameters.append(inspect.Parameter("context", inspect.Parameter.KEYWORD_ONLY, annotation=typer.Context))
+
+    def call(*, context: typer.Context, dry_run: bool = False, **values: Any) -> None:
         as_json = bool(values.get("as_json"))
         if "as_json" not in declarations:
             del values["as_json"]
         for fold in folds:
-            values |= unfold(fold, filter(None, (values.pop(fold.name) or "").split(AGAIN)), declarations)
+            for text in _texts_of(fold, values.pop(fold.name), context):
+                values |= unfold(fold, filter(None, text.split(AGAIN)), declarations)
         specified = {name: value for name, value in values.items() if value is not None}
         carry_out(from_flat(command, specified), dry_run=dry_run, as_json=as_json)
 
@@ -47,6 +52,16 @@ def typer_command(command: type[Command], *, with_options: bool) -> Callable[...
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return call
+
+
+def _texts_of(fold: Fold, counted: str | None, context: typer.Context) -> list[str]:
+    """What the file of --config, the variable and the command line say of a fold, in this order: of each name the last
+    value counts, and not the whole of what was said last. ``counted``: what counts for click."""
+    [parameter] = [parameter for parameter in context.command.params if parameter.name == fold.name]
+    in_file = context.lookup_default(fold.name)
+    if isinstance(in_file, dict):
+        in_file = json.dumps(in_file, default=str)
+    return [text for text in (in_file, os.environ.get(str(parameter.envvar)), counted) if text]
 
 
 def _switch(name: str, flag: str, text: str) -> inspect.Parameter:

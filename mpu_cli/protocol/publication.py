@@ -10,9 +10,11 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from mpu_cli.errors import MpuError, UsageError
+from mpu_cli.files.boundary import RunName
 from mpu_cli.files.manifest import CopyManifest
 from mpu_cli.files.randomness import Randomness, new_seed, seed_from_number
 from mpu_cli.files.reader import OPTION, TensorInfo
@@ -20,6 +22,7 @@ from mpu_cli.files.sealing import default_identity_path, own_secret
 from mpu_cli.model.layout import Layout, pieces_of
 from mpu_cli.model.source import Model
 from mpu_cli.model.transform import Transform
+from mpu_cli.options.declare import differing
 from mpu_cli.options.publishing import KAPPA, Disguise, Publishing
 from mpu_cli.protocol.noise import (
     DEFAULT_COPIES,
@@ -74,6 +77,12 @@ class Publication:
     def __post_init__(self) -> None:
         # raises for numbers that are out of range
         Disguise(kappa=self.kappa, permanent_noise=self.shared_kappa, watermark=self.watermark)
+        try:
+            msgspec.convert(self.run, RunName)
+        except msgspec.ValidationError as error:
+            raise UsageError(f"--run {self.run!r}: not a name ({error})") from error
+        if not self.run.isprintable():
+            raise UsageError(f"--run {self.run!r}: has a character that cannot be printed, or another kind of space")
         if self.round < 1:
             raise UsageError(f"round {self.round} in --run: must be at least 1")
         if not self.run:
@@ -199,8 +208,9 @@ def publication_of(
     disguise, privacy = options.disguise, options.calibration
     if seed is not None and not 0 <= seed < 2**64:
         raise UsageError(f"--seed {seed}: must be at least 0 and below 2^64")
-    if privacy.epsilon is None and (privacy.dp_delta is not None or privacy.sensitivity is not None):
-        raise UsageError("--dp delta and sensitivity calibrate noise for --dp epsilon, which is missing")
+    if privacy.epsilon is None and (given := sorted(differing(privacy))):
+        names = ", ".join(name.removeprefix("dp_") for name in given)
+        raise UsageError(f"--dp {names}: calibrates noise for --dp epsilon, which is missing")
     if privacy.epsilon is not None and seed is not None:
         raise UsageError("--dp epsilon with --seed: noise that can be guessed protects nothing", "leave out --seed")
     if privacy.epsilon is not None and round_ > privacy.budget_rounds:

@@ -20,7 +20,7 @@ from mpu_cli.model.load import is_sharded
 from mpu_cli.model.source import Model
 from mpu_cli.model.tensors import check_bitsandbytes, scales
 from mpu_cli.observer import Observer
-from mpu_cli.options.declare import declared_options, flat
+from mpu_cli.options.declare import declared_options, differing, flat
 from mpu_cli.options.unlearning import AUTO, Goal, Logging, Lora, Privacy, Records, Training, Unlearning
 from mpu_cli.plugins import extension
 from mpu_cli.records.encode import no_template
@@ -57,8 +57,9 @@ def check_options(options: Unlearning, goal: Goal | None = None) -> Objective:
         if training.compile:
             raise UsageError("--lora quantize does not work with --training compile")
         check_bitsandbytes()
-    if not is_private and (privacy.dp_budget, privacy.dp_unit) != (None, None):
-        raise UsageError("--dp budget and unit need --dp epsilon")
+    if not is_private and (given := sorted(differing(privacy).keys() - {"public_records"})):
+        names = ", ".join(name.removeprefix("dp_") for name in given)
+        raise UsageError(f"--dp {names}: needs --dp epsilon, without which records are not protected")
     if is_private and privacy.public_records:
         raise UsageError("--public-records does not work with --dp epsilon", "public records need no noise")
     if privacy.public_records:

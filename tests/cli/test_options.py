@@ -45,6 +45,7 @@ from mpu_cli.options.declare import (
 from mpu_cli.options.evaluation import Scoring
 from mpu_cli.options.publishing import Publishing
 from mpu_cli.options.unlearning import AUTO, AlgorithmOptions, Unlearning
+from mpu_cli.protocol.keys import open_keys
 from mpu_cli.protocol.noise import SCHEMES
 from mpu_cli.records.read import read_records
 from mpu_cli.training.checks import PRECISIONS
@@ -193,6 +194,21 @@ class TestOptionsFromAFile:
         again = mpu("publish", "--config", "mpu.toml", "--seed", 3, "--force", "--keys", "again.bin", cwd=root)
         assert "permanent noise of 0.25" in again.err
         assert "other.bin: cannot read" in mpu("--config=mpu.toml", "aggregate", "x", check=False, cwd=root).err
+
+    def test_parts_of_an_option_come_from_all_three(
+        self, mpu: Callable, root: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of each part the last value counts: one on the command line leaves the privacy that the file asks for."""
+        (root / "mpu.toml").write_text("[publish]\ndp = {epsilon = 5, delta = 1e-5, sensitivity = 9}\n")
+        monkeypatch.setenv("MPU_PUBLISH_DP", "sensitivity=0.1,budget_rounds=2")
+        mpu("publish", "base", "--config", "mpu.toml", "--dp", "budget_rounds=3", cwd=root)
+        calibration = open_keys(root / "keys.bin").publication.calibration
+        assert calibration is not None
+        assert (calibration.epsilon, calibration.sensitivity, calibration.rounds) == (5, 0.1, 3)
+        monkeypatch.delenv("MPU_PUBLISH_DP")
+        mpu("publish", "base", "--dp", "budget_rounds=3", "--out", "x", refused="--dp epsilon", cwd=root)
+        for part in ("max_grad_norm=0.5", "neighbours=replaced", "delta=1e-6"):
+            mpu("unlearn", "copy_1", "--dp", part, refused="needs --dp epsilon", cwd=root)
 
     def test_several_files_of_records(self, mpu: Callable, root: Path) -> None:
         """In a list, as with the option given twice; and as Python gives them: names may have commas, or begin with a
