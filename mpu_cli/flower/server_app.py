@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import secrets
 import shlex
 import shutil
 import time
@@ -298,7 +299,8 @@ class Round:
         folder, run_file = self.folder / owner, self.settings.state / "round_1" / owner / "run"
         shutil.rmtree(folder, ignore_errors=True)  # of a publication that was interrupted
         folder.mkdir(parents=True)
-        run = run_file.read_text().strip() if run_file.exists() else ""
+        # A run of its own, also where BASE is a model of another: that one's copies were answered before.
+        run = run_file.read_text().strip() if run_file.exists() else secrets.token_hex(16)
         mpu("publish", self.base, "--out", folder / "copies", "--keys", folder / "keys.partial", "--identity",
             self.identity, "--run", f"{run}:{self.number}", *self.settings.publish)  # fmt: skip
         facts = json.loads((self.copies(owner)[0] / "mpu.json").read_text(encoding="utf-8"))

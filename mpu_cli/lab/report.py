@@ -96,7 +96,8 @@ def pivot(
     for row in rows:
         options = dict(zip(down, row, strict=True))
         fitting = [line for line in lines if _fits(line, options)]
-        row_cells.append({head: [line for line in fitting if line.get(across) == head] for head in heads})
+        # A mode that ignores this axis has its one result under each of its values.
+        row_cells.append({head: [line for line in fitting if line.get(across, head) == head] for head in heads})
     runs = {head: max(len(cells[head]) for cells in row_cells) for head in heads}  # of the cell that has most
     tables = {}
     for metric in metrics:
@@ -267,12 +268,20 @@ def read_results(folder: Path) -> list[Line]:
 
 def read_sweeps(folders: Sequence[Path]) -> list[Line]:
     """The lines of all sweeps; of several, each line also has the name of its folder, as the axis ``sweep``."""
+    lines = {folder: read_results(folder) for folder in folders}
+    beside = [*itertools.chain.from_iterable(lines.values()), *read_others(folders)]
+    if any("mode" in line for line in beside):  # then those that all have one mode say which
+        for folder, of_sweep in lines.items():
+            mode = read_plan(folder).options.get("mode", "mpu")
+            lines[folder] = [{"mode": mode, **line} for line in of_sweep]
     if len(folders) == 1:
-        return read_results(folders[0])
+        return lines[folders[0]]
+    names = [folder.resolve().name for folder in folders]
+    named = dict(zip(folders, names if len({*names}) == len(names) else map(str, folders), strict=True))
     return [
-        {"sweep": folder.resolve().name, **line, "name": f"{folder.resolve().name}/{line['name']}"}
-        for folder in folders
-        for line in read_results(folder)
+        {"sweep": named[folder], **line, "name": f"{named[folder]}/{line['name']}"}
+        for folder, of_sweep in lines.items()
+        for line in of_sweep
     ]
 
 
@@ -430,8 +439,11 @@ def _html_row(head: Sequence[str], row: Sequence[str], metric: str) -> list[str]
     values: list[float | None] = []
     intervals: list[tuple[float, float] | None] = []
     averaged = any(" ± " in cell for cell in row)
+    retain = None
     for name, cell in zip(head, row, strict=True):
         value = interval = None
+        if name == RETAIN and cell != "–":
+            retain = float(cell.partition(" ")[0])
         if name in MODES and cell != "–":
             # A mode with one run beside averaged ones ignores what is repeated: it has no spread.
             mean, *half = (float(number) for number in cell.partition(" (")[0].split(" ± "))
@@ -439,7 +451,7 @@ def _html_row(head: Sequence[str], row: Sequence[str], metric: str) -> list[str]
             interval = (mean - width, mean + width) if averaged else None
         values.append(value)
         intervals.append(interval)
-    marked = distinct_best(values, intervals, goal(metric))
+    marked = distinct_best(values, intervals, goal(metric), retain)
     return [f"<b>{html.escape(cell)}</b>" if i in marked else html.escape(cell) for i, cell in enumerate(row)]
 
 

@@ -195,12 +195,15 @@ def launch_unlearning(
     resume = [] if options.privacy.dp_epsilon is not None else ["--resume"]
     reference_arguments = ["--reference-file", str(reference_file)] if reference_file else []
     # Several processes cannot look a copy over for traps; this one is the run's own.
+    fixed = replace(options, epochs=epochs_of(options))  # or one process trains until it is done
     arguments = [
-        "unlearn", str(copy), *as_arguments(options), *resume, *reference_arguments, "--trust-copy", "--out",
+        "unlearn", str(copy), *as_arguments(fixed), *resume, *reference_arguments, "--trust-copy", "--out",
         str(target), "--force", "--json",
     ]  # fmt: skip
     try:
-        ended = run_mpu(arguments, launcher=shlex.split(command))
+        # Its ledger and secret are the run's, and not the user's.
+        environment = {"XDG_CONFIG_HOME": str(target.parent.absolute() / "config")}
+        ended = run_mpu(arguments, launcher=shlex.split(command), environment=environment)
     except (OSError, ValueError) as error:
         raise UsageError(f"--launch {command!r}: cannot be started ({error})") from error
     start = ended.stdout.find("{")  # after what the launcher prints

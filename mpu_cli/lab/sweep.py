@@ -48,6 +48,7 @@ from mpu_cli.model.source import open_model
 from mpu_cli.observer import SILENT, Observer, PrefixedObserver
 from mpu_cli.options.declare import check_in_files, declared_options, flat, from_flat
 from mpu_cli.options.evaluation import Measuring
+from mpu_cli.options.unlearning import Prompts, RecordFormat
 from mpu_cli.plugins import require
 from mpu_cli.subprocesses import Ended, import_nothing_from_here, run_mpu, stop_running
 from mpu_cli.toml import read_toml
@@ -189,7 +190,7 @@ class Jobs:
 
 
 # of [eval]; those of the run by default
-AS_TRAINED = ("template", "system_prompt", "date", "device", "data_dir", "columns")
+AS_TRAINED = (*declared_options(RecordFormat), *declared_options(Prompts), "device")
 # options that a mode ignores: cells that differ only in these are the same experiment
 _OF_COPIES = (
     "kappa", "permanent_noise", "copies", "noise", "symmetries", "watermark", "max_noise", "secret_seed",

@@ -101,7 +101,11 @@ class _Rounds:
             force=True,
             publishing=Publishing(disguise=self.experiment.disguise, stored=self.experiment.stored),
         )
-        publish.run(PrefixedObserver(self.observer, f"round {number}"))
+        observer = PrefixedObserver(self.observer, f"round {number}")
+        plan = publish.plan(observer)
+        # Nobody receives these copies: they are not in the server's register, and have none of its permanent noise.
+        played = replace(plan.publication, is_registered=False, derive_permanent_seed=False)
+        publish.carry_out(replace(plan, publication=played), observer)
 
     def _unlearn_and_aggregate(self, base: Path, number: int, observer: Observer) -> Path:
         model, deltas = self._server(number) / "model", self._server(number) / "deltas"
@@ -113,7 +117,7 @@ class _Rounds:
             unlearning=self.experiment.unlearning,
             goal=self.goal,
             stopping=self.stopping,
-            checks=Checks(public=self.experiment.public),
+            checks=Checks(public=self.experiment.public, trust_copy=True),  # they are the run's own
             logging=Logging(resume=True),
             alone=True,
         )
@@ -126,7 +130,7 @@ class _Rounds:
             out=model,
             aggregating=Aggregating(**vars(self.experiment.step_options), **vars(self.experiment.stored)),
         )
-        aggregate.run(observer)
+        aggregate.carry_out(aggregate.plan(observer), observer)
         return model
 
     def _check(self, number: int, observer: Observer) -> Verdict:
@@ -134,7 +138,7 @@ class _Rounds:
         unlearning = self.experiment.unlearning
         how = Checking(
             forget=unlearning.records.forget,
-            retain=unlearning.records.retain,
+            retain=unlearning.records.named_retain,
             public=self.experiment.public,
             goal=self.goal,
             reading=unlearning.records.reading,

@@ -42,7 +42,8 @@ HAZARDOUS = "lm_eval/wmdp"  # the harness counts right answers, which should bec
 FACTS_THAT_MATTER = (
     ("benchmark",), ("data",), ("reference_model", "fingerprint"), ("retain_log", "sha256"), ("options", "dtype"),
     ("options", "batch_size"), ("options", "template"), ("options", "system_prompt"), ("options", "date"),
-    ("options", "attacks"), ("options", "scored"), ("options", "template_option"),
+    ("options", "attacks"), ("options", "scored"), ("options", "template_option"), ("options", "quantize"),
+    ("options", "max_length"), ("options", "control_tokens"),
     ("options", "max_new_tokens"), ("hardware", "device"),
     ("versions", "torch"), ("versions", "transformers"), ("versions", "rouge-score"), ("mpu",),
 )  # fmt: skip
@@ -233,6 +234,8 @@ def facts_of(subject: Subject, benchmark: Benchmark, used: Sequence[Split], opti
             "scored": benchmark.scored,
             **({"template_option": list(prompts.template_option)} if prompts.template_option else {}),
             **({"max_new_tokens": scoring.max_new_tokens} if scoring.max_new_tokens else {}),
+            **({"max_length": prompts.max_length} if prompts.max_length else {}),
+            **({"control_tokens": True} if prompts.control_tokens else {}),
             "system_prompt": prompts.system_prompt if template == "chat" else None,
             "date": prompts.date if template == "chat" else None,
             **({"attacks": options.recovery.document} if benchmark.attacks else {}),

@@ -32,8 +32,8 @@ class Copies(Options):
 
     copies: int | None = option(
         None,
-        "Number of copies, m (default: 3, or as many as --noise has factors for; 1 where --public chooses the noise). "
-        "With 1, nothing cancels: --permanent-noise alone.",
+        "Number of copies, m (default: 3, or as many as --noise has factors for; 1 where --public chooses the noise, "
+        "and --noise does not name its kind). With 1, nothing cancels: --permanent-noise alone.",
         metavar="M",
     )
     noise: str | None = option(

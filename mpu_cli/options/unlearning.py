@@ -96,6 +96,12 @@ class Records(Options):
     )
     reading: RecordFormat = group(RecordFormat)
 
+    @property
+    def named_retain(self) -> str | None:
+        """``retain``, or None where nothing was named and there is no file of the usual name."""
+        is_there = self.retain != Records.retain or Path(self.retain).exists()
+        return self.retain if is_there else None
+
 
 @dataclass(frozen=True, kw_only=True)
 class ChatTemplate(Options):
@@ -330,7 +336,7 @@ class Unlearning(Options):
     epochs: int | None = option(
         None,
         "Passes over the forget set per round (default: `unlearn` trains until the records are forgotten and the rest "
-        "is kept; elsewhere the paper's for the algorithm, or as many more as ten steps take).",
+        "is kept; elsewhere the paper's for the algorithm, in `watch` as many more as ten steps take).",
         above=0,
     )
     delta_dtype: Literal["float32", "bfloat16", "float16"] | None = option(

@@ -69,9 +69,7 @@ def with_rate(options: Unlearning, weights: int, steps: int) -> Training:
         return options.training
     usual = usual_rate(options, weights, steps)
     if usual is None:
-        raise UsageError(
-            f"--optim {options.training.optim}: needs a rate, as its steps depend on the size of gradients", "set --lr"
-        )
+        raise _needs_rate(options.training.optim)
     return replace(options.training, lr=usual)
 
 
@@ -79,7 +77,13 @@ def with_finetuning_rate(training: Training, weights: int) -> Training:
     """``training`` with a number for its rate, to learn records."""
     if training.lr != AUTO:
         return training
+    if not OPTIMIZERS[training.optim].normalised:
+        raise _needs_rate(training.optim)
     return replace(training, lr=_rounded_rate(LEAST_REACH_PER_STEP, weights))
+
+
+def _needs_rate(optim: str) -> UsageError:
+    return UsageError(f"--optim {optim}: needs a rate, as its steps depend on the size of gradients", "set --lr")
 
 
 def with_precision(training: Training, model: Model) -> Training:

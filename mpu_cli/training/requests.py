@@ -96,8 +96,8 @@ def write_request(path: Path, request: Request) -> None:
 def options_to_note(unlearning: Unlearning, goal: Goal, checks: Checks) -> dict[str, Any]:
     """The options that a later check needs, as far as they are not the defaults, with paths from the root."""
     names = {*SOURCES, "max_left", "min_kept", "held_out", *declared_options(RecordFormat), *declared_options(Prompts)}
-    values = differing(unlearning) | differing(goal) | differing(checks) | {"retain": unlearning.records.retain}
-    return {name: _noted(name, values[name]) for name in sorted(names & values.keys())}
+    values = differing(unlearning) | differing(goal) | differing(checks) | {"retain": unlearning.records.named_retain}
+    return {name: _noted(name, values[name]) for name in sorted(names & values.keys()) if values[name] is not None}
 
 
 def source_of(unlearning: Unlearning, forget: Sequence[Record]) -> Source:

@@ -32,6 +32,8 @@ from mpu_cli.lab.sweep import ThroughRay, ThroughSubmitit, read_sweep
 from mpu_cli.observer import Observer
 from mpu_cli.options.declare import from_flat
 from mpu_cli.protocol.keys import unseal
+from mpu_cli.protocol.register import default_register_path
+from mpu_cli.protocol.updates import default_updates_path
 from mpu_cli.training.data import read_dataset
 from mpu_cli.version import __version__
 from tests.conftest import Outcome
@@ -774,6 +776,22 @@ class TestUntilPass:
         run = ("run", demo.model, "--forget", demo.forget, "--retain", demo.retain, "--loss-reference", "round")
         mpu(*run, refused="--loss-reference: needs a fixed number of epochs", status=2, cwd=tmp_path)
         assert not list(tmp_path.iterdir())
+
+    @pytest.mark.slow
+    def test_what_is_played_is_in_no_record_of_the_servers(
+        self, mpu: Callable, tmp_path: Path, demo: DemoModel, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Nobody received the copies, so other noise may follow; and an algorithm that keeps no records has none."""
+        monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+        noise = ("--copies", 1, "--kappa", 0, "--permanent-noise")
+        run = ("run", demo.model, "--forget", demo.forget, "--algo", "gradascent", "--rounds", 1, "--unlearn",
+               "max_steps=1")  # fmt: skip
+        for scale in (0.05, 0.2):
+            played = mpu(*run, *noise, scale, "--out", f"run_{scale}", "--json", cwd=tmp_path, check=False)
+            assert "keeping is undecided" in played.json["verdicts"][0]["verdict"]
+        assert not default_register_path().exists()
+        assert not default_updates_path().exists()
+        mpu("publish", demo.model, *noise, 0.5, cwd=tmp_path)
 
     @pytest.mark.slow
     def test_another_round_forgets_what_one_did_not(self, mpu: Callable, tmp_path: Path, demo: DemoModel) -> None:

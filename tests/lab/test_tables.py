@@ -14,7 +14,8 @@ import pytest
 from scipy import stats
 
 from mpu_cli.errors import UsageError
-from mpu_cli.lab.report import degradation, pivot, published_results, read_recipe
+from mpu_cli.files.manifest import RESULTS
+from mpu_cli.lab.report import degradation, pivot, published_results, read_recipe, read_sweeps
 from mpu_cli.options.unlearning import RecordFormat
 from mpu_cli.records.read import read_records
 from tests.helpers.models import needs_shared, random_model, save
@@ -35,6 +36,29 @@ def test_pivot() -> None:
         ]
     }
     assert pivot(lines[1:], ["x"], across="kappa")["x"] == [["algo", "mode", "0.1", "0.2"], ["npo", "mpu", "2", "3"]]
+
+
+def test_a_mode_that_ignores_the_columns_has_its_result_in_each() -> None:
+    lines = [
+        {"name": "a", "mode": "clean", "metrics": {"x": 1.0}},
+        {"name": "b", "mode": "mpu", "kappa": 0.1, "metrics": {"x": 2.0}},
+        {"name": "c", "mode": "mpu", "kappa": 0.2, "metrics": {"x": 3.0}},
+    ]
+    rows = pivot(lines, ["x"], across="kappa")["x"]
+    assert rows == [["mode", "0.1", "0.2"], ["clean", "1", "1"], ["mpu", "2", "3"]]
+
+
+def test_sweeps_of_one_name_or_of_one_mode_stay_apart(tmp_path: Path) -> None:
+    """Each by its path, where folders have the same name; one that varies no mode beside one that does."""
+    modes = {"monday": ["clean", "mpu"], "friday": [None]}
+    for day, of_sweep in modes.items():
+        (tmp_path / day / "grid").mkdir(parents=True)
+        lines = [{"name": str(mode), "metrics": {"x": 1.0}, **({"mode": mode} if mode else {})} for mode in of_sweep]
+        (tmp_path / day / "grid" / RESULTS).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    folders = [tmp_path / day / "grid" for day in modes]
+    rows = pivot(read_sweeps(folders), ["x"])["x"]
+    assert rows[0][:3] == ["sweep", "clean", "mpu"]
+    assert [row[:3] for row in rows[1:]] == [[str(folders[0]), "1", "1"], [str(folders[1]), "–", "1"]]
 
 
 def test_pivot_averages_repeats() -> None:

@@ -45,9 +45,9 @@ class AuditDelta(Command):
         records, prompts = self.records, self.prompts
         if records == Records():
             records, prompts = self._noted(observer)
-        has_retain = records.retain != Records().retain or Path(records.retain).exists()
         forget = read_records(records.forget, records.reading, observer=observer)
-        retain = read_records(records.retain, records.reading, observer=observer) if has_retain else []
+        named = records.named_retain
+        retain = read_records(named, records.reading, observer=observer) if named else []
         with opened_copy(self.copy, self.identity, observer) as opened:
             return audit(opened, self.delta, forget, retain, prompts)
 

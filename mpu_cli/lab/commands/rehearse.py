@@ -17,7 +17,7 @@ from mpu_cli.files.manifest import read_copy_manifest, round_folder
 from mpu_cli.lab.options.experiment import UNLEARN, USUAL
 from mpu_cli.observer import SILENT, Observer, PrefixedObserver
 from mpu_cli.options.command import BASE_AGAIN, KEYS, Command, Opening, Report, Table
-from mpu_cli.options.declare import group, option
+from mpu_cli.options.declare import as_arguments, group, option
 from mpu_cli.options.publishing import Aggregating
 from mpu_cli.options.unlearning import Goal, Stopping, Unlearning
 from mpu_cli.wording import command_line, counted
@@ -159,7 +159,9 @@ class Rehearse(Command):
             )
             return Report([], document, status=1)
         deltas = round_folder(Path("deltas"), rehearsal.round)
-        observer.note(f"next: `{command_line('mpu', 'aggregate', deltas, '--keys', self.keys)}`, which takes this step")
+        opening = [*(("--base", self.base) if self.base else ()), *as_arguments(self.opening)]
+        aggregate = command_line("mpu", "aggregate", deltas, "--keys", self.keys, *opening)
+        observer.note(f"next: `{aggregate}`, which takes this step")
         return Report([f"{rehearsal.step:g}"], document)
 
 

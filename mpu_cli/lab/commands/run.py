@@ -93,8 +93,10 @@ class Run(Command):
         )
         lines = [f"rounds\t{rounds}{' at most' if experiment.stops_when_done else ''}", f"writes\t{self.out}"]
         if cost:
+            # A run until it is a pass also publishes the last model, for the check.
+            sent = cost.sent * (rounds + 1) // rounds if experiment.stops_when_done else cost.sent
             lines += [
-                f"sent\t{in_bytes(cost.sent)} of copies",
+                f"sent\t{in_bytes(sent)} of copies",
                 f"returned\t{in_bytes(cost.returned)} of deltas",
                 f"training\t{counted(cost.steps, 'step')}{' at most' if self.experiment.stops_when_done else ''}",
             ]

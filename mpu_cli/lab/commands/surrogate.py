@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from mpu_cli.lab.options.surrogates import Surrogates
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import FORCE, IDENTITY, Command, Report
-from mpu_cli.options.declare import group, option
+from mpu_cli.options.declare import as_arguments, group, option
 from mpu_cli.wording import command_line, counted
 
 if TYPE_CHECKING:
@@ -65,8 +65,9 @@ class Surrogate(Command):
             f"for you only: {result.covered_records} of {counted(len(plan.records), 'record')} mention a released "
             "term; what the others say is hardly forgotten"
         )
+        as_here = [*(("--identity", self.identity) if self.identity else ()), *as_arguments(plan.options.chat)]
         observer.note(
-            f"next: {command_line('mpu', 'unlearn', Path(self.copy), '--forget', self.out)} --public-records "
+            f"next: {command_line('mpu', 'unlearn', Path(self.copy), '--forget', self.out, *as_here)} --public-records "
             "--retain PUBLIC (the bound does not cover what --retain names: give public records)"
         )
         document = {

@@ -49,10 +49,15 @@ class Experiment(Options):
         affects_result=False,
         in_files=False,
     )
-    keep: bool = option(False, "Keep copies, deltas and the models between rounds.", affects_result=False)
+    keep: bool = option(
+        False,
+        "Keep copies, deltas and the models between rounds; a run until it is a pass always does.",
+        affects_result=False,
+    )
     loss_reference: Literal["original", "round"] = option(
         "original",
-        "Reference model of npo, dpo, undial and kl: the one before unlearning, or each round's own copy.",
+        "Reference model of npo, dpo, undial and kl, for a number of epochs: the one before unlearning, or each "
+        "round's own copy. A run until it is a pass has the latter.",
     )
     public: str | None = option(None, "Public model that BASE was fine-tuned from.", metavar="MODEL")
     secret_seed: int | None = option(
