@@ -16,7 +16,7 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import BASE_AGAIN, FORCE, Command, Opening, Preview, Report, paths_from
 from mpu_cli.options.declare import group, option
 from mpu_cli.options.publishing import RESTORE, Aggregating
-from mpu_cli.wording import few
+from mpu_cli.wording import counted, few
 
 if TYPE_CHECKING:
     from mpu_cli.protocol.combine import AggregatePlan, Aggregation, Combined
@@ -100,10 +100,18 @@ class Aggregate(Command):
 
     def run(self, observer: Observer = SILENT) -> Aggregation | Combined:
         """One data owner's ``Aggregation``, or several ``Combined``; warnings go to ``observer``."""
-        from mpu_cli.protocol.combine import aggregate, aggregate_adapter, aggregate_owners
-
         with private_umask():  # no noise covers the result
             plan = self.plan(observer)
+        result = self.carry_out(plan, observer)
+        if not self.as_adapter:
+            self._record(plan, result, observer)
+        return result
+
+    def carry_out(self, plan: AggregatePlan, observer: Observer) -> Aggregation | Combined:
+        """What ``run`` does with its ``plan``, but for the server's note of the update."""
+        from mpu_cli.protocol.combine import aggregate, aggregate_adapter, aggregate_owners
+
+        with private_umask():
             result: Aggregation | Combined
             if len(plan.owners) > 1:
                 result = aggregate_owners(plan, observer=observer)
@@ -113,8 +121,6 @@ class Aggregate(Command):
                 result = aggregate(plan, observer=observer)
         for warning in result.warnings():
             observer.warn(warning)
-        if not self.as_adapter:
-            self._record(plan, result, observer)
         return result
 
     def _record(self, plan: AggregatePlan, result: Aggregation | Combined, observer: Observer) -> None:
@@ -131,7 +137,7 @@ class Aggregate(Command):
                     deltas=[str(delta.path.absolute()) for delta in owner.deltas],
                     fingerprints=[fingerprint(delta.checkpoint) for delta in owner.deltas],
                     keys=str(file.absolute()), base=owner.keys.base.fingerprint, model=str(result.path.absolute()),
-                    rate=update.rate,
+                    rate=update.rate, dtype=self.aggregating.dtype,
                 ),
                 observer,
             )  # fmt: skip
@@ -163,6 +169,11 @@ class Aggregate(Command):
         observer.note(f"rounding on storage: {result.rounding:.1%} of the update")
         if self.as_adapter:
             observer.note("the client's check needs a copy of the whole model: aggregate to one, too, and publish that")
+        elif (calibration := keys.publication.calibration) and keys.round >= calibration.rounds:
+            observer.note(
+                f"ε and δ cover {counted(calibration.rounds, 'round')}, and a copy for the client's check would be one "
+                "more: plan it from the first publication on, with --dp budget_rounds"
+            )
         else:
             publish = command_to_publish(result.path, keys)
             observer.note(f"next: `{publish}`; the client runs `mpu check` on a copy of it")

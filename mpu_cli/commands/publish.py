@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 
 from mpu_cli.commands.secrets import opened_keys, read_passphrase
 from mpu_cli.errors import MpuError, UsageError
-from mpu_cli.files.manifest import keys_path, next_round, read_copy_manifest, read_model_manifest, round_folder
+from mpu_cli.files.manifest import (
+    had_permanent_noise,
+    keys_path,
+    next_round,
+    read_copy_manifest,
+    round_folder,
+)
 from mpu_cli.files.transaction import Transaction
 from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import ALLOW, FORCE, Command, Opening, Preview, Report
@@ -109,12 +115,10 @@ class Publish(Command):
         if read_copy_manifest(model.folder):
             raise MpuError(f"{self.base}: a copy, not a model", "publish the model that it was made from")
         run, round_ = self._run_and_round(model.folder)
-        made_by = read_model_manifest(model.folder)
         has_scale = self.publishing.disguise.sets_scale or self.publishing.calibration.epsilon is not None
-        if made_by and made_by.permanent and self.public is None and not has_scale:
+        if had_permanent_noise(model.folder) and self.public is None and not has_scale:
             raise UsageError(
-                f"{self.base}: the copies of round {made_by.round} had permanent noise, and those of the next would "
-                "not",
+                f"{self.base}: the copies that it was made with had permanent noise, and those of it would not",
                 "name the public model with --public again, or choose --kappa or --permanent-noise",
             )
         path = self.keys or keys_path(round_)
@@ -193,10 +197,13 @@ class Publish(Command):
 
     def run(self, observer: Observer = SILENT) -> Reviewed:
         """The copies and the keys, with an estimate of how well the copies hide; remarks go to ``observer``, too."""
+        return self.carry_out(self.plan(observer), observer)
+
+    def carry_out(self, plan: PublishPlan, observer: Observer) -> Reviewed:
+        """What ``run`` does with its ``plan``."""
         from mpu_cli.protocol.publish import publish
         from mpu_cli.protocol.review import Reviewed, leakage_of, losses_of_copy, remarks_on_plan, remarks_on_result
 
-        plan = self.plan(observer)
         on_plan = list(remarks_on_plan(plan))
         # Warnings first: they may be a reason to stop the work.
         _say([remark for remark in on_plan if remark.is_warning], observer)
@@ -264,14 +271,15 @@ def command_to_publish(model: Path, keys: Keys) -> str:
     usual = Disguise(watermark=0.0)  # the values where none are given
     if keys.reference is not None:
         chosen = Disguise(copies=keys.copies).with_scale(with_pretrained=True)
-        if (publication.kappa, publication.shared_kappa) == (chosen.kappa, chosen.permanent_noise):
+        scales = publication.kappa, publication.shared_kappa
+        if scales == (chosen.kappa, chosen.permanent_noise) and publication.max_noise is not None:
             usual = chosen
     has_scale = calibration is None and not usual.sets_scale
     noise = None if scheme.kind == "extrapolate" else scheme.kind
     if scheme != SCHEMES[scheme.kind].default(keys.copies):
         noise = f"{scheme.kind}:{','.join(map(repr, scheme.factors))}"
     options: dict[str, object] = {
-        "copies": None if usual.sets_scale and keys.copies == 1 else keys.copies,
+        "copies": None if usual.sets_scale and keys.copies == 1 and noise is None else keys.copies,
         "noise": noise,
         "kappa": publication.kappa if has_scale else None,
         "permanent_noise": publication.shared_kappa or None if has_scale else None,
@@ -290,7 +298,8 @@ def command_to_publish(model: Path, keys: Keys) -> str:
         command += ["--public", keys.reference]
     command += as_arguments(from_flat(Publishing, options))
     if keys.recipients:
-        in_order = [keys.recipients[str(copy)] for copy in range(1, keys.copies + 1) if str(copy) in keys.recipients]
+        # The keys of copies that were made one by one say it of the first ones.
+        in_order = [keys.recipients.get(str(copy), f"RECIPIENT_{copy}") for copy in range(1, keys.copies + 1)]
         # One recipient, once, is that of all copies (see ``plan``).
         command += ["--copy-recipients", ",".join(in_order if len(set(in_order)) > 1 else in_order[:1])]
     if model.with_name(str(keys_path(keys.round + 1))).exists():
@@ -345,8 +354,9 @@ def _next_step(published: Reviewed) -> str:
     unlearn = command_line("mpu", "unlearn", *names, "--forget", "forget.jsonl", "--retain", "retain.jsonl")
     aggregate = command_line("mpu", "aggregate", deltas, "--keys", keys)
     step = f"next: {send}, who runs `{unlearn}` and returns the deltas; then `{aggregate}`"
-    if not published.keys.publication.permanent or any(not path.is_dir() for path in published.copies):
-        return step  # a rehearsal does not open sealed copies
+    are_all = len(published.copies) == published.keys.copies
+    if not (published.keys.publication.permanent and are_all and all(path.is_dir() for path in published.copies)):
+        return step  # a rehearsal needs all copies, and does not open sealed ones
     known = ("--forget", "known.jsonl", "--retain", "others.jsonl")
     rehearse = command_line("mpu", "rehearse", *published.copies, "--keys", keys, *known)
     return f"{step}. Meanwhile `{rehearse}`, on records of yours that the model knows, finds the step that suits it"

@@ -235,7 +235,8 @@ def _longer_step(document: Document) -> str | None:
         return None
     return command_line(
         "mpu", "aggregate", *map(Path, update.deltas), "--keys", Path(update.keys), "--step",
-        f"{step * update.rate:.3g}", "--out", Path(update.model), "--force",
+        f"{step * update.rate:.3g}", *(("--dtype", update.dtype) if update.dtype else ()), "--out",
+        Path(update.model), "--force",
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpu_cli.errors import MpuError
 from mpu_cli.files.boundary import AGE_HEADER, open_regular
@@ -29,6 +29,9 @@ from mpu_cli.observer import SILENT, Observer
 from mpu_cli.options.command import Command, Report
 from mpu_cli.options.declare import option
 from mpu_cli.wording import command_line, counted, few, one_line
+
+if TYPE_CHECKING:
+    from mpu_cli.protocol.keys import Keys
 
 MAX_ENTRIES = 1000  # entries that are looked at
 SHOWN = 20  # names in a line
@@ -128,6 +131,10 @@ class Account:
 
     def next_steps(self) -> list[tuple[str, str]]:
         """The party whose turn it is, for each run, and its next step: a command, mostly."""
+        if not (self.rounds or self.keys) and (sealed := self.other.get("sealed copies")):
+            copies = [self.folder / name for name in sealed[:SHOWN]]
+            unlearn = command_line("mpu", "unlearn", *copies, "--forget", "forget.jsonl", "--retain", "retain.jsonl")
+            return [("client", unlearn)]
         if not (self.rounds or self.keys):
             begin = command_line("mpu", "publish", "MODEL", "--public", "PUBLIC_MODEL")
             return [("server", begin)]
@@ -186,7 +193,7 @@ class Account:
             names = (folder / model_folder(number) for number in count(last.number))
             out = next(name for name in names if not name.exists())
             under = () if out.name == str(model_folder(last.number)) else ("--out", out)
-            keys = folder / self._keys_of(last.number)
+            keys, _ = self._keys_of(last)
             return "server", command_line("mpu", "aggregate", folder / deltas, "--keys", keys, *under)
         todo = [folder / last.made[copy] for copy in sorted(last.made) if copy not in last.deltas]
         if not todo:
@@ -205,27 +212,37 @@ class Account:
     def _countersign(self, receipt: str, last: Round, earlier: Round | None, *options: str) -> str:
         """The command by which the server signs ``receipt`` of a copy of round ``last``."""
         base = self.folder / earlier.model if earlier and earlier.model else "MODEL"
-        keys = self.folder / self._keys_of(last.number)
+        keys, _ = self._keys_of(last)
         return command_line("mpu", "receipt", self.folder / receipt, "--keys", keys, "--base", base, *options)
 
     def _publish(self, model: Path, last: Round) -> str:
         """The command that publishes ``model``, which was made in round ``last``, as the last publication was."""
         from mpu_cli.commands.publish import command_to_publish
-        from mpu_cli.protocol.keys import needs_passphrase, open_keys
 
-        path = self.folder / self._keys_of(last.number) if self.keys else None
-        try:
-            keys = open_keys(path) if path and not needs_passphrase(path) else None
-        except MpuError:  # sealed for somebody else
-            keys = None
-        if keys is None or (keys.run, keys.round) != (last.run, last.number):
+        _, keys = self._keys_of(last)
+        if keys is None:
             publish = command_line("mpu", "publish", model, "--public", "PUBLIC_MODEL")
             return f"{publish}, with the other options of the last one"
         return command_to_publish(model, keys)
 
-    def _keys_of(self, number: int) -> str:
-        """The keys that have the name of this round's, else the first."""
-        return next((name for name in self.keys if Path(name) == keys_path(number)), self.keys[0])
+    def _keys_of(self, last: Round) -> tuple[Path, Keys | None]:
+        """The key file of this round, the latest if there are several, and its keys. Of files that this machine cannot
+        open, or without asking for a passphrase, the one that has the name of such a file, else the first."""
+        from mpu_cli.protocol.keys import needs_passphrase, open_keys
+
+        closed = []
+        for name in sorted(self.keys, key=lambda name: -_changed(self.folder / name)):
+            path = self.folder / name
+            try:
+                keys = None if needs_passphrase(path) else open_keys(path)
+            except MpuError:  # sealed for somebody else
+                keys = None
+            if keys is None:
+                closed.append(name)
+            elif (keys.run, keys.round) == (last.run, last.number):
+                return path, keys
+        usual = str(keys_path(last.number))
+        return self.folder / (usual if usual in closed or not closed else min(closed)), None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -150,6 +150,12 @@ def read_model_manifest(folder: Path) -> ModelManifest | None:
     return _parse(ModelManifest, entries, path) if is_of_round else None
 
 
+def had_permanent_noise(folder: Path) -> bool:
+    """Whether the model in ``folder``, of one owner or several, was made with copies that had permanent noise."""
+    entries = _entries(folder / MANIFEST_NAME)
+    return entries.get("format") == "mpu-model" and entries.get("permanent") is True
+
+
 def _entries(path: Path) -> dict[str, object]:
     return read_json_object(path, links=False) if os.path.lexists(path) else {}
 

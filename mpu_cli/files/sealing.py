@@ -31,6 +31,7 @@ from mpu_cli.text import read_text
 from mpu_cli.wording import command_line
 
 _BUFFER = 1 << 20  # bytes
+_FORMAT = tarfile.GNU_FORMAT  # no extended headers, not even for files of 8 GiB and more
 MAX_HEADER = 8 << 10  # bytes of an age file before its payload: a recipient takes about 100
 MAX_RECIPIENTS = 64
 _END_OF_HEADER = b"\n--- "
@@ -179,7 +180,7 @@ def seal_folder(folder: Path, name: str, target: Path, recipient: pyrage.x25519.
         return member
 
     def write(end: BinaryIO) -> None:
-        with tarfile.open(fileobj=end, mode="w|", bufsize=_BUFFER) as archive:
+        with tarfile.open(fileobj=end, mode="w|", bufsize=_BUFFER, format=_FORMAT) as archive:
             archive.add(folder, name, filter=anonymous)
 
     with _run_through_pipe(write) as archived, open(target, "xb") as sealed:

@@ -93,12 +93,14 @@ class Model:
 
     @property
     def reading_context(self) -> str:
-        """SHA-256 of its config, tokenizer and template, which decide how records are read, in hexadecimal."""
+        """SHA-256 of its config, tokenizer and template, which decide how records are read, in hexadecimal. The dtype
+        of the weights does not: a round may store them in another one."""
         small = {
             path.name: hashlib.sha256(read_bounded(path, LARGEST_TOKENIZER, links=self.links)).hexdigest()
             for path in self.side_files
         }
-        facts = json.dumps([self.config, small], sort_keys=True, default=str)
+        read = {name: value for name, value in self.config.items() if name not in DTYPE_ENTRIES}
+        facts = json.dumps([read, small], sort_keys=True, default=str)
         return hashlib.sha256(facts.encode()).hexdigest()
 
 

@@ -112,15 +112,15 @@ def plan_publish(
 ) -> PublishPlan:
     """The plan to write the copies of ``publication`` and its sealed keys to ``target``.
 
-    ``only`` names the copies to write, counted from 1, if not all are wanted; ``existing_keys`` are the keys of this
-    publication if another copy of it was made before: they stay as they are.
+    ``only`` names the copies to write, counted from 1, if not all are wanted, in the order of the recipients;
+    ``existing_keys`` are the keys of this publication if another copy of it was made before: they stay as they are.
     """
     _check_alias(base)
     matching(base, pretrained)  # raises if the architectures differ
     manifests = publication.manifests(base.checkpoint.tensors, pretrained.address if pretrained else None)
     if existing_keys and existing_keys.copy_ids != tuple(manifest.copy_id for manifest in manifests):
         raise MpuError(f"{target.keys}: belongs to a publication with other options", "use those of its other copies")
-    copies = tuple(sorted(set(only))) if only is not None else tuple(range(1, publication.copies + 1))
+    copies = tuple(dict.fromkeys(only)) if only is not None else tuple(range(1, publication.copies + 1))
     return PublishPlan(
         base=base, pretrained=pretrained, publication=publication, target=target,
         specs=model_specs(base.checkpoint, base.layout, publication.dtype), manifests=tuple(manifests), copies=copies,

@@ -258,6 +258,11 @@ def remarks_on_plan(plan: PublishPlan) -> Iterator[Remark]:
         yield Remark("no noise: whoever aligns a copy with the public model has the weights")
     elif plan.pretrained is None and not publication.calibration:
         yield Remark("no --public: the noise is scaled to the weights themselves, not to what fine-tuning changed")
+    if publication.calibration and publication.round >= publication.calibration.rounds:
+        yield Remark(
+            f"ε and δ cover {counted(publication.calibration.rounds, 'round')}: a copy of the unlearned model, for the "
+            "client's check, is one more, which --dp budget_rounds has to plan now"
+        )
     if noise and not publication.permanent and publication.copies > 1:
         yield Remark("this noise cancels for whoever has all copies; --public alone chooses permanent noise")
     if not publication.seed_is_secret:
@@ -305,6 +310,13 @@ def _on_leakage(plan: PublishPlan, leakage: Hidden) -> Iterator[Remark]:
         yield Remark(
             "a client that gets all copies takes the noise off; if one does, use --permanent-noise (--copies 1 is then "
             "enough)",
+            is_warning=True,
+            is_leak=True,
+        )
+    elif not publication.calibration and min(leakage.one_copy, leakage.all_copies) < MIN_HIDDEN_ERROR:
+        yield Remark(
+            f"this noise hides only {min(leakage.one_copy, leakage.all_copies):.0%} of what fine-tuning changed: raise "
+            "--permanent-noise, or leave it to --public alone",
             is_warning=True,
             is_leak=True,
         )

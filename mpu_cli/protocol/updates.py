@@ -32,6 +32,7 @@ class Update:
     base: str  # what the update was added to
     model: str  # where the sum is
     rate: float  # the server's step
+    dtype: str | None = None  # that the sum was stored in, by --dtype
     time: str = ""
 
 

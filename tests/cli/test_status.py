@@ -17,12 +17,14 @@ from safetensors.torch import save_file
 
 from mpu_cli.commands.status import Account, Round
 from mpu_cli.files.manifest import read_copy_manifest
+from mpu_cli.files.sealing import make_identity
 from mpu_cli.measuring.receipt import ServerCheck, as_text, public_key_of, read_receipt, with_signature
 from mpu_cli.protocol.publication import server_secret
 from mpu_cli.training.ledger import own_client_secret
 from mpu_cli.wording import command_line
 from tests.helpers.attacks import CHECK, check_receipt, edit, publish_copy, unlearn_copy
 from tests.helpers.models import random_model, save
+from tests.helpers.publication import write_delta
 
 PLACEHOLDERS = {"YOUR_RECORDS": "forget.jsonl", "RECORDS_TO_KEEP": "retain.jsonl"}
 
@@ -30,6 +32,31 @@ PLACEHOLDERS = {"YOUR_RECORDS": "forget.jsonl", "RECORDS_TO_KEEP": "retain.jsonl
 def with_records(step: str) -> list[str]:
     """The words of a command that `status` printed, with files in place of its placeholders."""
     return [PLACEHOLDERS.get(word, word) for word in shlex.split(step)]
+
+
+def test_the_keys_are_those_of_the_round(mpu: Callable, tmp_path: Path) -> None:
+    """Beside those of another owner, and of an earlier publication of the same round."""
+    save(random_model("llama"), tmp_path / "base")
+    options = ("publish", "base", "--copies", 2, "--kappa", 0.1)
+    mpu(*options, cwd=tmp_path)
+    mpu(*options, "--run", "clinic", "--out", "clinic", "--keys", "clinic.bin", cwd=tmp_path)
+    (tmp_path / "deltas").mkdir()
+    for copy in ("copy_1", "copy_2"):
+        write_delta(tmp_path / "clinic" / copy, tmp_path / f"deltas/clinic/{copy}.safetensors")
+    steps = mpu("status", "--json", cwd=tmp_path).json["next"]
+    [aggregate] = [step["step"] for step in steps if step["turn"] == "server"]
+    assert shlex.split(aggregate)[:5] == ["mpu", "aggregate", "deltas/clinic", "--keys", "clinic.bin"]
+    mpu(*shlex.split(aggregate)[1:], "--trust-deltas", cwd=tmp_path)
+
+
+def test_a_client_with_sealed_copies_unlearns(mpu: Callable, tmp_path: Path) -> None:
+    save(random_model("llama"), tmp_path / "base")
+    recipient = make_identity(tmp_path / "identity")
+    mpu("publish", "base", "--copies", 2, "--kappa", 0.1, "--copy-recipients", recipient, cwd=tmp_path)
+    (tmp_path / "client").mkdir()
+    (tmp_path / "copy_1.age").rename(tmp_path / "client/copy_1.age")
+    [step] = mpu("status", "client", "--json", cwd=tmp_path).json["next"]
+    assert (step["turn"], shlex.split(step["step"])[:3]) == ("client", ["mpu", "unlearn", "client/copy_1.age"])
 
 
 NAMES = ("--trust-copy", "--algo=os:system", "-", "-f", "copy 1; ls", "$(ls)")

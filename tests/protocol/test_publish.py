@@ -66,6 +66,8 @@ class TestPublish:
             "--public PUBLIC --copies 2 --watermark 0",
             "--public PUBLIC --kappa 0.0123456789 --noise extrapolate:1,-1,0.3 --symmetries all --max-noise 0.5",
             "--public PUBLIC --permanent-noise 3.3333333 --copies 1",
+            "--public PUBLIC --permanent-noise 10 --copies 1",
+            "--public PUBLIC --noise zero-sum --copies 1",
             "--kappa 0.5 --permanent-noise 0.2 --watermark 0.2 --noise zero-sum:1,1.7",
             "--dp epsilon=2,delta=1e-5,sensitivity=0.12345678,adversary=one-copy,budget_rounds=4",
             "--kappa 0.1 --copies 3 --copy-recipients CLIENT",
@@ -136,6 +138,47 @@ class TestPublish:
                        ",".join(recipients), "--out", out, "--keys", out / "keys.bin", "--json")  # fmt: skip
             assert told.json["gives_weights_away"] == gives_away
             assert ("do not send these copies" in told.err) == gives_away
+
+    @pytest.mark.parametrize(
+        "noise", ["--copies 1 --permanent-noise 0.05", "--copies 2 --kappa 0.05 --permanent-noise 0.01"]
+    )
+    def test_small_permanent_noise_is_warned_of(self, mpu, tmp_path, base, noise):
+        public = save(random_model("llama", seed=5), tmp_path / "public")
+        told = mpu("publish", base, "--public", public, *noise.split(), "--json", cwd=tmp_path)
+        assert told.json["gives_weights_away"] is True
+        assert "do not send" in told.err
+
+    def test_copies_that_were_made_one_by_one_are_for_their_own_recipients(self, mpu, tmp_path, base):
+        """In the order that --only names them; the next command does not seal all of them for the first."""
+        keys = [make_identity(tmp_path / name) for name in "ab"]
+        options = ("publish", base, "--copies", 2, "--kappa", 1, "--seed", 3)
+        mpu(*options, "--only", "2,1", "--copy-recipients", f"{keys[1]},{keys[0]}", "--out", "both", "--keys", "2.bin",
+            cwd=tmp_path)  # fmt: skip
+        for copy, name in (("copy_1", "a"), ("copy_2", "b")):
+            mpu("inspect", f"both/{copy}.age", "--identity", tmp_path / name, cwd=tmp_path)
+        mpu(*options, "--only", 1, "--copy-recipients", keys[0], cwd=tmp_path)
+        mpu(*options, "--only", 2, "--copy-recipients", keys[1], cwd=tmp_path)
+        command = shlex.split(command_to_publish(base, keys_of(tmp_path)))
+        assert command[command.index("--copy-recipients") + 1] == f"{keys[0]},RECIPIENT_2"
+
+    def test_another_dtype_is_read_alike(self, mpu, tmp_path, base):
+        """A check accepts the copy of a model that the round stored in another dtype."""
+        for dtype in ("float32", "bfloat16"):
+            mpu("publish", base, "--copies", 2, "--kappa", 0.1, "--dtype", dtype, "--out", dtype, "--keys",
+                f"{dtype}.bin", cwd=tmp_path)  # fmt: skip
+        contexts = {open_model(str(tmp_path / dtype / "copy_1")).reading_context for dtype in ("float32", "bfloat16")}
+        assert len(contexts) == 1
+
+    @pytest.mark.parametrize("run", ["x" * 201, "Klinik\u00a0S", "two\nlines"])
+    def test_a_name_that_no_reader_takes_is_refused(self, mpu, tmp_path, base, run):
+        mpu("publish", base, "--copies", 2, "--kappa", 0.1, "--run", run, refused="not", cwd=tmp_path)
+        assert not (tmp_path / "keys.bin").exists()
+
+    def test_permanent_noise_of_several_owners_is_remembered(self, mpu, tmp_path, base):
+        owners = [{"run": name, "round": 1} for name in "ab"]
+        manifest = {"format": "mpu-model", "version": 1, "owners": owners, "permanent": True}
+        (base / "mpu.json").write_text(json.dumps(manifest))
+        mpu("publish", base, "--copies", 2, refused="had permanent noise", cwd=tmp_path)
 
     def test_another_request_begins_at_round_1(self, mpu, tmp_path, base):
         mpu("publish", base, "--copies", 2, cwd=tmp_path)
