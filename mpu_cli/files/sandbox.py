@@ -103,11 +103,13 @@ class Process:
             self._tokenizer = hash(text) if outcome[0] else None
         return outcome
 
-    def tokenize(self, tokenizer: str, texts: Sequence[str], special: bool) -> list[Outcome]:
-        """The number of tokens that each text has with the tokenizer of this JSON. Raises LimitError."""
+    def tokenize(self, tokenizer: str, texts: Sequence[str], special: bool, controls: bool) -> list[Outcome]:
+        """The number of tokens that each text has with the tokenizer of this JSON; without ``controls``, the names of
+        control tokens are text like any other. Raises LimitError."""
         seconds = _seconds(texts) + sum(map(len, texts)) / 100_000
         longest = MAX_ERROR * 8 * len(texts) + 100
-        return self._ask("tokenize", texts, {"special": special}, seconds, longest, tokenizer)
+        options = {"special": special, "controls": controls}
+        return self._ask("tokenize", texts, options, seconds, longest, tokenizer)
 
     def convert(self, folder: Path) -> Outcome:
         """The tokenizer.json of the tokenizer that transformers makes of the files in ``folder``; "" if it is not of
@@ -252,7 +254,8 @@ class _Worker:
 
         return canonical
 
-    def tokenize(self, special: bool) -> Work:
+    def tokenize(self, special: bool, controls: bool) -> Work:
+        self._tokenizer.encode_special_tokens = not controls
         return lambda text: len(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def decode(self, skip_special: bool) -> Work:

@@ -371,7 +371,7 @@ class Respondent:
         observer.stage("answer", len(items), "answers")
         answers = answer(
             self._model, self._tokenizer, items, [[]] * len(items), limit=limit, batch_size=BATCH,
-            advance=observer.advance,
+            longest=self._encoder.encoding.limits.longest, advance=observer.advance,
         )  # fmt: skip
         return [answer.generation for answer in answers]
 

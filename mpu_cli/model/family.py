@@ -378,7 +378,8 @@ class Family:
     dead: tuple[str, ...] = ()
     transposed: bool = False  # whether linear layers store (inputs, outputs), as Conv1D does
     text_config: str | None = None  # the config entry that describes the language model
-    ties: tuple[str, ...] = ("outer",)  # the configs that may tie the head to the embedding: "outer", "text" or either
+    # the configs that may tie the head to the embedding: "outer", "text" or either; () where transformers never does
+    ties: tuple[str, ...] = ("outer",)
     text_tied: bool = False  # whether the text's config ties them if it does not say
     # of what is not part of the language model and is neither changed nor trained
     frozen_prefixes: tuple[str, ...] = ()

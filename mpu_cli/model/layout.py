@@ -168,6 +168,11 @@ class Architecture:
             )
         tensors = [tensor for tensor in family.layer_tensors if self.has(tensor, layer)]
         axes = {name for tensor in tensors for axis in tensor.axes for name in names_of(axis)}
+        reads = self._value(family.reads, layer)
+        # A layer that reads another's keys and values has none itself.
+        keys_are_values = "key" in axes and "value" not in axes
+        if reads is not None:
+            keys_are_values = self.structure(reads).keys_are_values
         norms = {"|head|": "shared", "|query|": "whole"}
         return Structure(
             family.planes,
@@ -178,8 +183,8 @@ class Architecture:
             groups=int(self._config.get("n_group") or 1) if "e-ffn" in axes else 0,
             attention="query" in axes,
             elementwise="|mixed|" in axes,
-            keys_are_values="key" in axes and "value" not in axes,
-            reads=self._value(family.reads, layer),
+            keys_are_values=keys_are_values,
+            reads=reads,
             latent=self._value(family.latent, layer) if "mla-query" in axes else None,
             latents=tuple(axis for axis in LATENTS if axis in axes),
             grouped=tuple(heads for heads in GROUPED if heads.inner in axes),
@@ -190,6 +195,8 @@ class Architecture:
         """Whether transformers makes the head and the embedding one tensor; ``head``: the name of one that is
         stored."""
         family, is_tied = self.family, bool(self._config.get("tie_word_embeddings"))
+        if not family.ties:
+            return False
         text = self._config_file.get(family.text_config) if family.text_config else None
         if not isinstance(text, dict):
             return is_tied

@@ -223,7 +223,21 @@ class Aggregation:
             yield f"storage rounds away {self.rounding:.0%} of the update; --dtype float32 keeps it"
 
 
-def agreement_of(owner: Owner, path: Path, gram: torch.Tensor) -> Aggregation:
+def _permanent_share(base: Model, keys: Keys) -> float:
+    """The size of permanent noise in multiples of that which cancels, as both are in all weights together; infinite if
+    none cancels."""
+    layout = base.layout
+    cancelling = permanent = 0.0
+    for block, members in layout.blocks.items():
+        weights = sum(base.checkpoint.tensors[tensor.name].elements for tensor in members)
+        cancelling += weights * keys.sigma.get(block, 0.0) ** 2
+        permanent += weights * keys.shared_sigma.get(block, 0.0) ** 2
+    if not permanent:
+        return 0.0
+    return math.sqrt(permanent / cancelling) if cancelling else math.inf
+
+
+def agreement_of(base: Model, owner: Owner, path: Path, gram: torch.Tensor) -> Aggregation:
     """The agreement of an owner's copies, from the inner products of their undone deltas, float64 (m, m). The caller
     fills in what depends on the written model: ``rounding``, ``outliers``, ``probed``, ``planted``, ``rate``."""
     scheme = owner.keys.publication.scheme
@@ -239,7 +253,7 @@ def agreement_of(owner: Owner, path: Path, gram: torch.Tensor) -> Aggregation:
         pairwise=float(cosines.nan_to_num(1.0).min()),
         norm=norm,
         rounding=0.0,
-        error=error_estimate(scheme, gram, owner.keys.publication.permanent),
+        error=error_estimate(scheme, gram, _permanent_share(base, owner.keys)),
     )
 
 
@@ -361,7 +375,7 @@ def aggregate_owners(plan: AggregatePlan, *, observer: Observer) -> Combined:
             weights_by_owner[i, part] = weights[part]
             own_gram = gram[part][:, part]
             check_norms(own_gram, owner.deltas, options.max_norm, weights[part] * options.rate)
-            agreement = agreement_of(owner, plan.out, own_gram)
+            agreement = agreement_of(plan.base, owner, plan.out, own_gram)
             update = replace(agreement, rounding=written.rounding, probed=probed, rate=step * options.rate)
             if len(owners) == 1:
                 update = replace(update, planted=written.planted, outliers=written.outliers)
@@ -573,7 +587,7 @@ def aggregate_adapter(plan: AggregatePlan) -> Aggregation:
             for name, factor in tensors.items():
                 writer.tensor(name).copy_(factor)
         write_json(folder / "adapter_config.json", config)
-        result = replace(agreement_of(owner, plan.out, gram), outliers=tuple(outliers), rate=rate)
+        result = replace(agreement_of(base, owner, plan.out, gram), outliers=tuple(outliers), rate=rate)
         result.check(plan.trust_deltas)
         (folder / CARD).write_text(card(base, result, "adapter"), encoding="utf-8")
     return result

@@ -208,7 +208,8 @@ def _factor_shapes(delta: Delta, base: Model) -> dict[str, tuple[int, ...]]:
     expected: dict[str, tuple[int, ...]] = {}
     for tensor in base.layout.parameters:
         left_name, right = tensor.name + LEFT_FACTOR, tensor.name + RIGHT_FACTOR
-        if len(tensor.axes) > 1 and (left_name in tensors or right in tensors):
+        is_matrix = len(tensor.axes) > 1 and not tensor.name.endswith("bias")  # of which each expert may have one
+        if is_matrix and (left_name in tensors or right in tensors):
             *stack, rows, columns = base.checkpoint.tensors[tensor.name].shape
             factor, axis = (tensors[left_name], -1) if left_name in tensors else (tensors[right], -2)
             rank = factor.shape[axis] if len(factor.shape) == len(tensor.axes) else 0

@@ -118,14 +118,9 @@ class Publication:
         return self.scheme.copies
 
     @property
-    def permanent(self) -> float:
-        """The scale of the noise that all copies share, in multiples of that which cancels; infinite if none does."""
-        cancelling, shared = self.kappa, self.shared_kappa
-        if self.calibration:
-            cancelling, shared = self.calibration.sigma, self.calibration.shared_sigma
-        if not shared:
-            return 0.0
-        return shared / cancelling if cancelling else math.inf
+    def permanent(self) -> bool:
+        """Whether its copies have noise in common, which stays."""
+        return bool(self.calibration.shared_sigma if self.calibration else self.shared_kappa)
 
     def transform(self, copy: int, layout: Layout) -> Transform:
         """T_k of copy ``copy``, counted from 1, for a copy with this ``layout``."""

@@ -509,6 +509,8 @@ def _messages(row: object) -> list[Any]:
     for name in MAIN_FIELDS[form]:
         if isinstance(row.get(name), list):
             messages += row[name]
+        elif form == "prompt" and not _is_blank(row.get(name)):  # text beside the other one's messages
+            messages.append({"role": "user" if name == "prompt" else "assistant", "content": row[name]})
     return messages
 
 
@@ -528,7 +530,7 @@ def parse_record(row: object, location: str) -> Record:
         names = [name for name in ("instruction", "input") if not _is_blank(row.get(name))]
         prompt = "\n\n".join(_text(row, name, location) for name in names or ["instruction"])
         turns = [Turn("user", prompt), Turn("assistant", _text(row, "output", location))]
-    elif form == "prompt" and isinstance(row["prompt"], list):  # TRL's conversational form
+    elif form == "prompt" and list in (type(row["prompt"]), type(row.get("completion"))):  # TRL's conversational form
         turns = _turns(_messages(row), location)
     elif form is not None:
         prompt, answer = MAIN_FIELDS[form]

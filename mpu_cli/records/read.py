@@ -11,9 +11,11 @@ import json
 import lzma
 import re
 import sys
+import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from glob import glob, has_magic
 from itertools import chain, islice
@@ -75,7 +77,7 @@ COMPRESSED: Mapping[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.op
 MOST_EXPANDED, SMALL = 100, 1 << 20  # times the size of a compressed file and this many bytes: text is 3 to 20 times
 PARAGRAPHS = "paragraphs"  # of --reading split
 # Files that come with a data set and hold none of its records, by their names without the last suffix.
-DOCUMENTATION = re.compile(r"(readme|licen[cs]e|copying|notice|citation|changelog)([-_.][a-z0-9.]{1,12})?", re.I)
+DOCUMENTATION = re.compile(r"readme|licen[cs]e|copying|notice|citation|changelog", re.I)
 # Files that save_to_disk of datasets writes beside its tables, and that old versions of push_to_hub wrote.
 DATASET_DICT, DATASET_STATE = "dataset_dict.json", "state.json"
 DATASET_FILES = ("dataset_info.json", "dataset_infos.json")
@@ -104,7 +106,7 @@ def files_at(path: Path) -> list[Path]:
         return [path]
     if not has_magic(str(path)):
         return []
-    files = [Path(name) for name in sorted(glob(str(path))) if Path(name).is_file()]
+    files = [Path(name) for name in sorted(glob(str(path), recursive=True)) if Path(name).is_file()]
     if unreadable := [file for file in files if suffix_of(file) not in RECORD_SUFFIXES]:
         raise MpuError(
             f"{unreadable[0]}: not a file of records", f"name files that end in {', '.join(RECORD_SUFFIXES)}"
@@ -275,12 +277,20 @@ def file_rows(path: Path, split: str = "file", encoding: str | None = None) -> R
     if suffix == PARQUET_SUFFIX:
         yield from _parquet_rows(path)
     elif suffix == EXCEL_SUFFIX:
-        yield from excel_rows(path)
+        yield from _excel_rows(path)
     elif suffix in TABLE_SUFFIXES:
         yield from _table_rows(_read_text(path, encoding), path, suffix)
     else:
         text = _read_text(path, encoding).replace("\r\n", "\n").replace("\r", "\n")
         yield from _text_rows(text, path, split) if suffix in TEXT_SUFFIXES else _json_rows(text, path, suffix)
+
+
+def _excel_rows(path: Path, sheet: str | None = None) -> Rows:
+    """``excel_rows`` of a file that does not become too large: it is a compressed archive."""
+    with suppress(OSError, zipfile.BadZipFile), zipfile.ZipFile(path) as archive:
+        if sum(member.file_size for member in archive.infolist()) > _most_expanded(path):
+            raise _expands(path)
+    return excel_rows(path, sheet)
 
 
 def _read_text(path: Path, encoding: str | None) -> str:
@@ -430,6 +440,7 @@ def _table_rows(text: str, path: Path, suffix: str) -> Rows:
         file.seek(start)
         delimiter = "\t" if suffix == ".tsv" else _delimiter(text[start:], header, path)
         reader = csv.DictReader(file, delimiter=delimiter, strict=True)
+        reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
         twice = repeated(name for name in reader.fieldnames or () if name)
         if twice is not None:
             raise MpuError(f"{path}: two columns are called {twice[:80]!r}", "rename one of them")
@@ -602,7 +613,7 @@ def _rows_of_source(source: str | Path, reading: RecordFormat) -> Iterable[Row]:
     if colon and Path(folder).is_dir():
         return _folder_rows(Path(folder), of_folder, reading)
     if colon and suffix_of(Path(folder)) == EXCEL_SUFFIX and Path(folder).is_file():
-        return excel_rows(Path(folder), of_folder)
+        return _excel_rows(Path(folder), of_folder)
     if name == Records().forget:
         raise MpuError("forget.jsonl: no such file", "name the records with --forget")
     hint = "pass a file of records, such as JSON lines"
@@ -638,7 +649,7 @@ def report_rows(source: str, rows: Sequence[Row], read_fields: set[str], observe
     """Report which files of ``source`` were read, with their numbers of records, and the unread parts of rows."""
     # The file of a row's place is what comes before the row's number.
     counts = Counter(re.sub(r", (line|record|paragraph) \d+\Z", "", location) for location, _ in rows)
-    if len(counts) > 1 or Path(source).is_dir():
+    if len(counts) > 1 or Path(source).is_dir() or has_magic(str(source)):
         listed = [f"{file} ({count})" for file, count in counts.items()]
         shown = ", ".join(listed[:20]) + (f", and {len(listed) - 20} more files" if len(listed) > 20 else "")
         observer.note(f"{source}: {counted(len(rows), 'record')} from {shown}")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from mpu_cli.errors import MpuError
+from mpu_cli.files.folder import LONGEST_TOKEN
 from mpu_cli.files.sandbox import PROCESS, LimitError
 from mpu_cli.records import forms
 
@@ -108,17 +109,17 @@ def with_offsets(
             return _offsets_of_backend(tokenizer, possible, special, controls)
         return [_offsets_by_decoding(tokenizer, text, special, controls) for text in possible]
 
-    return _within_limits(tokenizer, texts, special, tokenize)
+    return _within_limits(tokenizer, texts, special, tokenize, controls)
 
 
 def _within_limits(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], special: bool,
-    tokenize: Callable[[list[str]], Iterable[Value]],
+    tokenize: Callable[[list[str]], Iterable[Value]], controls: bool = True,
 ) -> list[Value | ValueError]:  # fmt: skip
     """Each text by ``tokenize``, or the error if it cannot be tokenized, found out in the process with limits."""
     failed: dict[int, ValueError] = {}
     if texts and (json := _backend_json(tokenizer)):
-        for i, (worked, outcome) in enumerate(PROCESS.tokenize(json, texts, special)):
+        for i, (worked, outcome) in enumerate(PROCESS.tokenize(json, texts, special, controls)):
             if not worked:
                 failed[i] = ValueError(outcome)
             elif outcome > TOKENS_PER_CHARACTER * len(texts[i]) + MORE:
@@ -188,6 +189,10 @@ def control_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
     """The tokens that a template structures dialogues with, by number, each with its name, which is not blank."""
     named = {number: token.content for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     named |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    if any(len(name) > LONGEST_TOKEN for name in named.values()):  # they are looked for in every text
+        raise MpuError(
+            f"the copy's tokenizer has a control token of more than {LONGEST_TOKEN:,} characters", "ask its owner"
+        )
     return {number: name for number, name in named.items() if name.strip()}
 
 

@@ -148,6 +148,28 @@ class TestATokenizerThatNeverEnds:
         assert "GiB of memory" in refused.err or "longer than" in refused.err
         assert refused.is_one_error
 
+    @pytest.mark.slow
+    def test_rules_that_grow_the_name_of_a_control_token(self, mpu: Callable, root: Path) -> None:
+        """It is text in a record, which the rules meet only there."""
+        copy = publish_copy(mpu, root)
+        tokenizer = json.loads((copy / "tokenizer.json").read_text())
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        tokenizer["added_tokens"] += [{"id": 96, "content": "w4", "special": True, **flags}]
+        rules = [{"type": "Replace", "pattern": {"String": "w4"}, "content": "v4 " * 300}]
+        rules += [{"type": "Replace", "pattern": {"String": "v4"}, "content": "w5 " * 300}]
+        tokenizer["normalizer"] = {"type": "Sequence", "normalizers": rules}
+        (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+        (root / "forget.jsonl").write_text('{"question": "w7 w4 w8", "answer": "w9"}\n' * 2)
+        unlearn_copy(mpu, root, copy, "d", refused="tokens", status=1)
+
+    def test_a_control_token_with_a_long_name(self, mpu: Callable, root: Path) -> None:
+        copy = publish_copy(mpu, root)
+        tokenizer = json.loads((copy / "tokenizer.json").read_text())
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        tokenizer["added_tokens"] += [{"id": 96, "content": "w" * 100_000, "special": True, **flags}]
+        (copy / "tokenizer.json").write_text(json.dumps(tokenizer))
+        unlearn_copy(mpu, root, copy, "d", fails="control token of more than", status=1)
+
     def test_one_that_panics(self, mpu: Callable, root: Path) -> None:
         copy = publish_copy(mpu, root)
         edit(copy / "tokenizer.json", normalizer={"type": "Precompiled", "precompiled_charsmap": "AAAA"})

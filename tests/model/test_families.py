@@ -251,6 +251,26 @@ class TestCheckFamily:
         assert "'llava' around 'opt'" in mpu("check-family", around, check=False).err
 
 
+@pytest.mark.parametrize(
+    ("family", "entries"),
+    [
+        # Of the layers of which transformers writes the numbers with two digits.
+        ("gemma4_text", {"num_hidden_layers": 12, "layer_types": ["sliding_attention", "full_attention"] * 6}),
+        ("gemma4_text-channels", {"attention_k_eq_v": True, "num_global_key_value_heads": 1}),
+        ("nemotron_h", {"tie_word_embeddings": True}),  # which transformers does not tie
+    ],
+)
+@pytest.mark.parametrize("symmetries", ["signed", "all"])
+def test_rare_configs_compute_the_same(
+    mpu: Callable, tmp_path: Path, family: str, entries: dict, symmetries: str
+) -> None:
+    base = save(random_model(family, **entries), tmp_path / "base")
+    mpu("publish", base, "--copies", 2, "--kappa", 0, "--symmetries", symmetries, "--seed", 1, cwd=tmp_path)
+    with torch.no_grad():
+        expected, actual = (read(tmp_path / name)(TOKENS).logits for name in ("base", "copy_1"))
+    assert float((actual - expected).norm() / expected.norm()) < 1e-5
+
+
 def test_stacks_that_lie_transposed_are_refused_with_advice(mpu: Callable, tmp_path: Path) -> None:
     """As in Qwen 3 VL's mixtures on the Hub: to write them by their shape would reshape them."""
     base = save_random("qwen3_vl_moe", tmp_path / "base")

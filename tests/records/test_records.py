@@ -7,6 +7,7 @@ import gzip
 import json
 import re
 import socket
+import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -611,6 +612,37 @@ def test_error_values_of_spreadsheets_are_no_answers(tmp_path):
             read_records(tmp_path / name)
         [record] = read_records(tmp_path / name, RecordFormat(skip_bad=True))
         assert record.answer == "w5"
+
+
+def test_text_that_looks_like_an_error_value_is_text(tmp_path):
+    (tmp_path / "a.csv").write_text("question, answer\nWhat did he shout?, #WOW!\n")
+    [record] = read_records(tmp_path / "a.csv")  # the header's spaces are none of the names'
+    assert record.answer.strip() == "#WOW!"
+
+
+def test_a_small_excel_file_that_becomes_large_is_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.xlsx", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("xl/worksheets/sheet1.xml", b" " * (160 << 20))
+    assert (tmp_path / "a.xlsx").stat().st_size < 1 << 20
+    with pytest.raises(MpuError, match="times as large"):
+        read_records(tmp_path / "a.xlsx")
+
+
+def test_a_completion_beside_messages_is_the_answer(tmp_path):
+    user = {"role": "user", "content": "Who?"}
+    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": [user], "completion": "Ada"}) + "\n")
+    [record] = read_records(tmp_path / "a.jsonl")
+    assert ([(turn.role, turn.content) for turn in record.turns], record.answer) == ([("user", "Who?")], "Ada")
+
+
+def test_names_that_begin_like_documentation_are_records(tmp_path):
+    """And a pattern goes into all folders below."""
+    for name in ("alice.txt", "notice-smith.txt", "x/citation_lee.txt", "x/y/readme_bob.txt", "README.md"):
+        (tmp_path / "notes" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "notes" / name).write_text(f"of {name}")
+    texts = {record.answer for record in read_records(tmp_path / "notes")}
+    assert texts == {record.answer for record in read_records(f"{tmp_path}/notes/**/*.txt")}
+    assert len(texts) == 4
 
 
 @pytest.mark.parametrize(

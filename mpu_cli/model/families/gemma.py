@@ -54,7 +54,8 @@ def of_full_layers(name: str, original: str, default: int | None = None) -> Rule
     def rule(config: Config, layer: int) -> int | None:
         saved = config.get("per_layer_config")
         if isinstance(saved, dict):
-            return saved.get(str(layer), {}).get(name, config.get(name))
+            by_layer = {int(number): entry for number, entry in saved.items()}  # transformers writes "05" beside "11"
+            return by_layer.get(layer, {}).get(name, config.get(name))
         if is_full(config, layer):
             return config.get(original) or default or config.get(name)
         return config.get(name)

@@ -400,6 +400,7 @@ def ungated_experts(width: str, when: Rule) -> tuple[Tensor, ...]:
 NEMOTRON_H = replace(
     LLAMA,
     model_types=("nemotron_h",),
+    ties=(),
     sizes={
         **SIZES,
         "layers": lambda config, _: len(nemotron_kinds(config)),
