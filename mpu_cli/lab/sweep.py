@@ -459,6 +459,8 @@ def play(cell: Cell, folder: Path, observer: Observer = SILENT) -> dict[str, Any
     forms["after"] = _evaluate(outcome.model, cell, folder / cell.name / "eval.json", cell_observer)
     if not experiment.keep:
         shutil.rmtree(outcome.model, ignore_errors=True)
+    # Of work that was done again, such as where only [eval] changed, the last time counts.
+    seconds = {(line["step"], line.get("round"), line.get("copy")): line["seconds"] for line in outcome.log}
     relearned = {model: metrics.get(RELEARNED, {}) for model, metrics in forms.items()}
     curves = {model: form["curve"] for model, form in relearned.items() if "curve" in form}
     return {
@@ -469,7 +471,7 @@ def play(cell: Cell, folder: Path, observer: Observer = SILENT) -> dict[str, Any
         BEFORE: _values(before),
         RETAIN: _values(forms.get(RETAIN, {})),
         **({RELEARNING: curves} if curves else {}),
-        "seconds": round(sum(line["seconds"] for line in outcome.log), 3),
+        "seconds": round(sum(seconds.values()), 3),
         "evaluation_seconds": round(time.monotonic() - started, 3),
     }
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -61,6 +61,7 @@ class Example:
     content_end: int = field(default=0, compare=False)
 
 
+AT_ONCE = 256  # records: the offsets of their tokens take hundreds of bytes a token
 Outcome = list[Example] | MpuError  # of a record
 EncodedSets = Mapping[str, Sequence[Example]]  # the examples of each set, by name
 
@@ -109,6 +110,10 @@ class Encoding:
 
     def encode_each(self, records: Sequence[Record]) -> list[Outcome]:
         """The examples of each record, or its error."""
+        groups = (records[start : start + AT_ONCE] for start in range(0, len(records), AT_ONCE))
+        return list(chain.from_iterable(map(self._encode_group, groups)))
+
+    def _encode_group(self, records: Sequence[Record]) -> list[Outcome]:
         templated = self.template == "chat" or (self.template is None and self.tokenizer.chat_template)
         dialogues = [record for record in records if record.turns]
         try:
