@@ -25,11 +25,7 @@ class UnformattedCell(str):
     number_format: str
 
 
-# As text, in English, German, French, Italian, Spanish, Portuguese and Dutch.
-ERROR_VALUE = re.compile(
-    r"#(?:N/?[ADV]|(?:DIV/0|REF|VALUE|NUM|NULL|SPILL|CALC|WERT|BEZUG|ZAHL|VALEUR|NOMBRE|VALORE|NOME|RIF|VALOR|NULO|NUL|"
-    r"GETAL|WAARDE|VERW|DEEL/0|ÜBERLAUF|KALK)!|(?:NAME|NOM|NOMBRE|NOME|NAAM)\?)"
-)
+ERROR_VALUE = re.compile(r"#(?:N/?[ADV]|[A-ZÄÖÜÉ0/]{3,9}[!?])")  # as text, in English and other languages: #NV, #WERT!
 # What Excel shows as each reader's system does: formats 14 and 22, by openpyxl's names, and long dates.
 _BY_LOCALE = re.compile(r"mm-dd-yy|m/d/yy h:mm|\[\$-F[48]00\].*", re.IGNORECASE | re.DOTALL)
 _COLOUR = r"\[(?:black|blue|cyan|green|magenta|red|white|yellow|color ?\d+)\]"
